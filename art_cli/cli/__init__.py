@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from art_cli.runtime.errors import UsageError, printable_lines
 
@@ -20,31 +20,11 @@ if TYPE_CHECKING:
     from art_cli.runs.storage.fetch import Wants
 
 NAMES = (
-    "init",
-    "check",
-    "plan",
-    "train",
-    "join",
-    "generate",
-    "judge",
-    "label",
-    "step",
-    "sft",
-    "eval",
-    "hunt",
-    "prove",
-    "report",
-    "log",
-    "view",
-    "serve",
-    "gateway",
-    "backend",
-    "export",
-    "import",
-    "checkpoints",
-    "environments",
-    "scenarios",
-    "doctor",
+    *("init", "check", "plan", "train", "join", "generate", "judge"),
+    *("label", "step", "sft", "eval"),
+    *("hunt", "prove", "report", "log", "view"),
+    *("serve", "gateway", "backend", "export"),
+    *("import", "checkpoints", "environments", "scenarios", "doctor"),
 )
 
 MODULES = {"import": "import_traces", "log": "export_log"}  # `import` is a word of Python, and log.py another module
@@ -79,39 +59,32 @@ def _at_hand(text: str, wants: "Wants") -> Path:
     return fetch(text, wants)
 
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Wins over the file: train.steps=10, loss=dapo.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write the verdicts as JUnit XML, too.")]
-Markdown = Annotated[
-    Path | None, typer.Option("--markdown", metavar="FILE", help="Write a summary for a pull request, too.")
-]
-Link = Annotated[str | None, typer.Option("--link", metavar="URL", help="A link in the summary.")]
+Config = Annotated[Path, Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+Overrides = Annotated[list[str] | None, Argument(metavar="KEY=VALUE", help="Overrides: train.steps=10, loss=dapo.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Junit = Annotated[Path | None, Option("--junit", metavar="FILE", help="Also write the verdicts as JUnit XML.")]
+Markdown = Annotated[Path | None, Option("--markdown", metavar="FILE", help="Also write a summary for a pull request.")]
+Link = Annotated[str | None, Option("--link", metavar="URL", help="A link for the summary.")]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(
-        "--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, RUN/step_4, a run (its best), or base."
-    ),
+    Option("--checkpoint", metavar="DIR", parser=policy, help="Checkpoint, RUN/step_4, run (its best), or base."),
 ]
-NewCheckpoint = Annotated[
-    Path, typer.Option("-o", "--output", metavar="DIR", help="Where to write the checkpoint.", show_default=False)
-]
-Best = Annotated[bool, typer.Option("--best", help="Take a run's best evaluated checkpoint, or fail without one.")]
-Last = Annotated[bool, typer.Option("--last", help="Take a run's newest checkpoint, not its best evaluated one.")]
+NewCheckpoint = Annotated[Path, Option("-o", "--output", metavar="DIR", help="The new checkpoint.", show_default=False)]
+Best = Annotated[bool, Option("--best", help="Use a run's best evaluated checkpoint; fail if it has none.")]
+Last = Annotated[bool, Option("--last", help="Use a run's newest checkpoint, not its best evaluated one.")]
 Base = Annotated[
     str | None,
-    typer.Option("--base", metavar="MODEL", help="The base model, if it was moved; as in model.base: builtin:tiny."),
+    Option("--base", metavar="MODEL", help="The base model's new location."),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="Clients must send it.", show_envvar=True),
+    Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="The key for clients.", show_envvar=True),
 ]
-ClientKeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line, one for each client.")
-]
-MaxBody = Annotated[float, typer.Option("--max-body", metavar="MIB", min=0.001, help="Larger requests get 413.")]
+ClientKeyFile = Annotated[Path | None, Option("--api-key-file", metavar="FILE", help="One key per line and client.")]
+Host = Annotated[str, Option("--host", help="A non-local address needs an API key.")]
+Port = Annotated[int, Option("--port", min=0, max=65535, help="0: any free port.")]
+Drain = Annotated[float, Option("--drain", metavar="SECONDS", min=0, help="Time for running requests to finish.")]
+MaxBody = Annotated[float, Option("--max-body", metavar="MIB", min=0.001, help="Refuse larger requests with 413.")]
 
 
 class Finding(NamedTuple):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -215,11 +216,9 @@ def _version(is_wanted: bool) -> None:
 
 @app.callback(add_help_option=False)  # Typer's own help option imports pydantic, which doubles the time of any help
 def art(
-    verbose: Annotated[bool, typer.Option("--verbose", help="More log lines, and tracebacks; goes anywhere.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
-    help: Annotated[bool, typer.Option("--help", callback=_help, is_eager=True, help="Show this text.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="More log lines, and tracebacks; goes anywhere.")] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    help: Annotated[bool, Option("--help", callback=_help, is_eager=True, help="Show this text.")] = False,
 ) -> None:
     """Trains language-model agents by reinforcement learning, from a YAML file and one Python function.
 

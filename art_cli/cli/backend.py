@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from art_cli.cli import ApiKey, ClientKeyFile, Json, MaxBody
+from art_cli.cli import ApiKey, ClientKeyFile, Drain, Host, Json, MaxBody, Port
 from art_cli.cli.serve import Key, how_to_get_key, warn_of_open_key
 from art_cli.runtime.errors import UsageError
 
@@ -24,33 +25,27 @@ def run(
     context: typer.Context,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [KEY=VALUE...]", help="A YAML file with model, engine, learner.", show_default=False
-        ),
+        Argument(metavar="[CONFIG] [KEY=VALUE...]", help="Model, engine, learner.", show_default=False),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="The base model: a hub id or a directory.")
-    ] = None,
+    base: Annotated[str | None, Option("--base", metavar="MODEL", help="The base model: hub id or directory.")] = None,
     directory: Annotated[
-        str, typer.Option("--checkpoints", metavar="DIR", help="Where clients' checkpoints are kept.")
+        str, Option("--checkpoints", metavar="DIR", help="Stores the clients' checkpoints.")
     ] = "backend",
-    host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8100,
+    host: Host = "127.0.0.1",
+    port: Port = 8100,
     api_key: ApiKey = None,
     api_key_file: ClientKeyFile = None,
-    models: Annotated[int, typer.Option("--models", min=1, help="Adapters in training at once; more wait.")] = 8,
-    samplers: Annotated[int, typer.Option("--samplers", min=1, help="Policies kept ready for sampling.")] = 8,
-    rank: Annotated[int, typer.Option("--max-rank", min=1, help="The largest rank of an adapter.")] = 128,
+    models: Annotated[int, Option("--models", min=1, help="Limit on adapters in training; others wait.")] = 8,
+    samplers: Annotated[int, Option("--samplers", min=1, help="Number of policies kept ready for sampling.")] = 8,
+    rank: Annotated[int, Option("--max-rank", min=1, help="Largest adapter rank.")] = 128,
     quota_gib: Annotated[
-        float | None, typer.Option("--quota", metavar="GIB", min=0.001, help="Checkpoints of one client.")
+        float | None, Option("--quota", metavar="GIB", min=0.001, help="Disk limit for a client's checkpoints.")
     ] = None,
     session_s: Annotated[
-        float, typer.Option("--session", metavar="SECONDS", min=1, help="A client that is silent for so long is gone.")
+        float, Option("--session", metavar="SECONDS", min=1, help="End a session after this silence.")
     ] = 3600.0,
     max_body_mib: MaxBody = 64.0,
-    drain_s: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="The longest time for running work at a stop.")
-    ] = 30.0,
+    drain_s: Drain = 30.0,
     as_json: Json = False,
 ) -> None:
     """Train and sample by the Tinker protocol.

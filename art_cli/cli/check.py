@@ -3,7 +3,7 @@
 import sys
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from art_cli.cli import Config, Finding, Json, Overrides, print_findings
 from art_cli.runtime.errors import ArtError, UsageError, printable_lines
@@ -12,12 +12,8 @@ from art_cli.runtime.errors import ArtError, UsageError, printable_lines
 def run(
     config: Config,
     overrides: Overrides = None,
-    asks_judge: Annotated[
-        bool, typer.Option("--judge/--no-judge", help="Ask a judge that costs money once, for cents.")
-    ] = True,
-    has_conversations: Annotated[
-        bool, typer.Option("--show", help="Print what was said in the two attempts, whole, at the end.")
-    ] = False,
+    asks_judge: Annotated[bool, Option("--judge/--no-judge", help="Ask a paid judge once (cents).")] = True,
+    has_conversations: Annotated[bool, Option("--show", help="Also print both attempts.")] = False,
     as_json: Json = False,
 ) -> None:
     """Try everything a run needs, once.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Base, Json, everything
 from art_cli.runtime.errors import RunError, UsageError, printable_lines
@@ -20,25 +20,17 @@ MIB = 2**20
 
 
 def run(
-    named: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-    is_pruning: Annotated[bool, typer.Option("--prune", help="Remove all but the newest ones and the best.")] = False,
-    keep: Annotated[
-        int | None, typer.Option("--keep", min=1, help="With --prune: how many of the newest to keep.")
-    ] = None,
-    fork: Annotated[
-        str | None, typer.Option("--fork", metavar="NEW_RUN", help="A new run that begins at a checkpoint of this one.")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", min=0, help="With --fork: the step; the newest if not given.")
-    ] = None,
+    named: Annotated[str, Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    is_pruning: Annotated[bool, Option("--prune", help="Remove all but the newest checkpoints and the best.")] = False,
+    keep: Annotated[int | None, Option("--keep", min=1, help="With --prune: number to keep.")] = None,
+    fork: Annotated[str | None, Option("--fork", metavar="NEW_RUN", help="Start a new run from a checkpoint.")] = None,
+    step: Annotated[int | None, Option("--step", min=0, help="With --fork: the step; default: the newest.")] = None,
     adapter: Annotated[
-        Path | None,
-        typer.Option("--import", metavar="DIR", help="Make RUN, with a PEFT adapter or a checkpoint as its step 0."),
+        Path | None, Option("--import", metavar="DIR", help="Create RUN with this adapter as step 0.")
     ] = None,
     base: Base = None,
     digest: Annotated[
-        str | None,
-        typer.Option("--find", metavar="DIGEST", help="Say which run and step answered as x-art-policy: DIGEST."),
+        str | None, Option("--find", metavar="DIGEST", help="Find the policy that replied with this digest.")
     ] = None,
     as_json: Json = False,
 ) -> None:

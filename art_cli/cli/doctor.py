@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from art_cli.cli import Finding, Json, print_findings
 from art_cli.runtime import gpus
@@ -57,11 +57,9 @@ LOG_HEAD = 2**16  # bytes at the beginning of a log that a bug report gets
 def run(
     as_json: Json = False,
     bundle: Annotated[
-        Path | None, typer.Option("--bundle", metavar="FILE", help="Write what a bug report needs, without secrets.")
+        Path | None, Option("--bundle", metavar="FILE", help="Write a bug report, without secrets.")
     ] = None,
-    run_directory: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="The run whose logs --bundle takes; else the newest.")
-    ] = None,
+    run_directory: Annotated[Path | None, Option("--run", metavar="DIR", help="The run with the logs.")] = None,
 ) -> None:
     """Show what works here, and what to install."""
     findings = list(examine())

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Json
 from art_cli.runtime.errors import printable
@@ -15,11 +15,9 @@ WIDTH = 160  # characters of a line; --json has all of them
 
 def run(
     library: Annotated[
-        str | None, typer.Argument(metavar="LIBRARY", help="Only this library's environments.", show_default=False)
+        str | None, Argument(metavar="LIBRARY", help="Only this library's environments.", show_default=False)
     ] = None,
-    python: Annotated[
-        Path | None, typer.Option("--python", metavar="DIR", help="What this Python has, as rollout.python names it.")
-    ] = None,
+    python: Annotated[Path | None, Option("--python", metavar="DIR", help="A Python, as rollout.python.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the environments that need no code.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand
 
 from art_cli.cli import Config, Json, Junit, Last, Link, Markdown, Overrides, policy, which_checkpoint
@@ -34,24 +35,16 @@ def run(
     overrides: Overrides = None,
     checkpoints: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--checkpoint", metavar="DIR", parser=policy, help="A checkpoint, run, directory of runs, or base; repeat."
-        ),
+        Option("--checkpoint", metavar="DIR", parser=policy, help="Checkpoint, run(s), or base; repeatable."),
     ] = None,
     is_last: Last = False,
-    is_trusted: Annotated[
-        bool, typer.Option("--trust", help="Ask the endpoint that the run of a prompt names, with your key.")
-    ] = False,
-    endpoints: Annotated[
-        list[str] | None, typer.Option("--endpoint", metavar="MODEL@URL", help="Any OpenAI-compatible one; repeat.")
-    ] = None,
+    is_trusted: Annotated[bool, Option("--trust", help="Send your key to a prompt run's endpoint.")] = False,
+    endpoints: Annotated[list[str] | None, Option("--endpoint", metavar="MODEL@URL", help="Repeatable.")] = None,
     gates: Annotated[
         list[str] | None,
-        typer.Option(
-            "--gate", metavar="METRIC>=X", help="Exit 1 if the last policy misses it; METRIC.low; X: baseline-0.02."
-        ),
+        Option("--gate", metavar="METRIC>=X", help="Exit 1 if the last policy misses it (docs/ci.md)."),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
     junit: Junit = None,
     markdown: Markdown = None,
     link: Link = None,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Base, Best, Json, Last, named_policy, which_checkpoint
 from art_cli.runtime.errors import ArtError, UsageError
@@ -16,29 +16,16 @@ if TYPE_CHECKING:
 
 
 def run(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint or a run.", show_default=False)],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new directory.", show_default=False)],
+    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="A checkpoint or a run.", show_default=False)],
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="A new directory.", show_default=False)],
     is_best: Best = False,
     is_last: Last = False,
     base: Base = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="float32 or bfloat16; if not given, that of the run, or float32."),
-    ] = None,
-    gguf: Annotated[
-        str | None,
-        typer.Option("--gguf", metavar="KIND", help="A GGUF file instead: f16, q8_0 or q4_0 (docs/gguf.md)."),
-    ] = None,
-    gguf_adapter: Annotated[
-        bool, typer.Option("--gguf-adapter", help="The adapter alone as a GGUF file, for a GGUF file of its base.")
-    ] = False,
-    max_gap: Annotated[
-        float | None,
-        typer.Option("--max-gap", metavar="NATS", help="Largest difference of a logprob; the dtype's, if not given."),
-    ] = None,
-    push: Annotated[
-        str | None, typer.Option("--push", metavar="REPO", help="Upload it to the hub too, with the token HF_TOKEN.")
-    ] = None,
+    dtype: Annotated[str | None, Option("--dtype", help="float32 or bfloat16; default: the run's.")] = None,
+    gguf: Annotated[str | None, Option("--gguf", metavar="KIND", help="Write GGUF: f16, q8_0 or q4_0.")] = None,
+    gguf_adapter: Annotated[bool, Option("--gguf-adapter", help="Write only the adapter, as GGUF.")] = False,
+    max_gap: Annotated[float | None, Option("--max-gap", metavar="NATS", help="Largest logprob difference.")] = None,
+    push: Annotated[str | None, Option("--push", metavar="REPO", help="Also upload to the hub (HF_TOKEN).")] = None,
     as_json: Json = False,
 ) -> None:
     """Merge a checkpoint into weights that stand alone.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Json, records
 from art_cli.runtime.errors import UsageError, printable_lines
@@ -22,21 +22,12 @@ log = logging.getLogger(__name__)
 
 def run(
     run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", parser=records, help="A run directory, or a file of trajectories.", show_default=False
-        ),
+        Path, Argument(metavar="RUN", parser=records, help="A run or a file of trajectories.", show_default=False)
     ],
-    is_inspect: Annotated[bool, typer.Option("--inspect", help="Write .eval files, which inspect view opens.")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="DIR", help="With --inspect: where; RUN/inspect if not given."),
-    ] = None,
-    otlp: Annotated[
-        str | None,
-        typer.Option("--otlp", metavar="URL", help="Send OpenTelemetry traces to this receiver."),
-    ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="This step only.")] = None,
+    is_inspect: Annotated[bool, Option("--inspect", help="Write .eval files for inspect view.")] = False,
+    output: Annotated[Path | None, Option("-o", "--output", metavar="DIR", help="Default: RUN/inspect.")] = None,
+    otlp: Annotated[str | None, Option("--otlp", metavar="URL", help="Send OpenTelemetry traces.")] = None,
+    step: Annotated[int | None, Option("--step", min=0, help="Only this step.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a run's attempts for tools that show traces.

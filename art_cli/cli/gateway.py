@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from typer import Option
 
 from art_cli.cli import (
     ApiKey,
@@ -17,6 +18,7 @@ from art_cli.cli import (
     Checkpoint,
     ClientKeyFile,
     Config,
+    Drain,
     Json,
     Last,
     MaxBody,
@@ -51,18 +53,12 @@ def run(
     checkpoint: Checkpoint = None,
     is_best: Best = False,
     is_last: Last = False,
-    host: Annotated[
-        str | None, typer.Option("--host", help="Any but this machine's own needs a key. [default: 127.0.0.1]")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="0: any free one. [default: 8000]")
-    ] = None,
+    host: Annotated[str | None, Option("--host", help="Default: 127.0.0.1; others need a key.")] = None,
+    port: Annotated[int | None, Option("--port", min=0, max=65535, help="0: any free port. [default: 8000]")] = None,
     api_key: ApiKey = None,
     api_key_file: ClientKeyFile = None,
     max_body_mib: MaxBody = 32.0,
-    drain_s: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="The longest time for running calls at a stop.")
-    ] = 30.0,
+    drain_s: Drain = 30.0,
     as_json: Json = False,
 ) -> None:
     """Record the model calls of agents in production.

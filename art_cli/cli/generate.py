@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
+from typer import Option
 
 from art_cli.cli import Checkpoint, Config, Json, Last, Overrides, which_checkpoint
 from art_cli.runtime.errors import RolloutError, UsageError, no_such_option
@@ -24,21 +24,12 @@ if TYPE_CHECKING:
 
 def run(
     config: Config,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="It is appended to.", show_default=False)
-    ],
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="Appended to.", show_default=False)],
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
     is_last: Last = False,
-    step: Annotated[
-        int | None, typer.Option("--step", min=0, help="Play this step's scenarios, not the checkpoint's own.")
-    ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format", metavar="NAME", help="openai (messages) or openenv (TrainingTrace), instead of art's own."
-        ),
-    ] = None,
+    step: Annotated[int | None, Option("--step", min=0, help="Play this step's scenarios.")] = None,
+    form: Annotated[str | None, Option("--format", metavar="NAME", help="openai or openenv.")] = None,
     as_json: Json = False,
 ) -> None:
     """Play scenarios, write trajectories.

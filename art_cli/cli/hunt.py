@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from art_cli.cli import Checkpoint, Config, Json, Last, Overrides, which_checkpoint
 from art_cli.runtime.errors import RolloutError, printable
@@ -23,12 +23,10 @@ def run(
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
     is_last: Last = False,
-    num_scenarios: Annotated[int, typer.Option("--scenarios", min=1, help="Scenarios that are attacked.")] = 8,
-    minutes: Annotated[float, typer.Option("--minutes", min=0, help="Time for the search; 0: known attacks only.")] = 5,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Appended to, as attacks are scored.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the result as a page.")] = None,
+    num_scenarios: Annotated[int, Option("--scenarios", min=1, help="Number of attacked scenarios.")] = 8,
+    minutes: Annotated[float, Option("--minutes", min=0, help="Search time; 0: known attacks only.")] = 5,
+    output: Annotated[Path | None, Option("-o", "--output", metavar="FILE", help="Append scored attacks.")] = None,
+    html: Annotated[Path | None, Option("--html", metavar="FILE", help="Also write a page.")] = None,
     as_json: Json = False,
 ) -> None:
     """Look for a reward without the task.

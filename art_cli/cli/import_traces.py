@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Json
 from art_cli.runtime.errors import UsageError, no_such_option, printable_lines
@@ -15,29 +15,12 @@ if TYPE_CHECKING:
 
 
 def run(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(metavar="SOURCE...", help="Files that another tool wrote: JSON, JSON lines, .eval."),
-    ],
-    output: Annotated[
-        Path, typer.Option("-o", "--out", "--output", metavar="FILE", help="A new file.", show_default=False)
-    ],
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--from", metavar="NAME", help="openai, openenv, verifiers, inspect or langfuse, instead of guessing."
-        ),
-    ] = None,
-    group_by: Annotated[
-        str | None,
-        typer.Option("--group-by", metavar="KEY", help="The key that names the scenario, such as metadata.task."),
-    ] = None,
-    reward: Annotated[
-        str | None, typer.Option("--reward", metavar="METRIC", help="The score that is the reward, of several.")
-    ] = None,
-    min_reward: Annotated[
-        float | None, typer.Option("--min-reward", metavar="R", help="Only attempts with R or more, for art sft.")
-    ] = None,
+    sources: Annotated[list[Path], Argument(metavar="SOURCE...", help="JSON, JSON lines, or .eval files.")],
+    output: Annotated[Path, Option("-o", "--out", "--output", metavar="FILE", help="A new file.", show_default=False)],
+    form: Annotated[str | None, Option("--from", metavar="NAME", help="The format; default: guessed.")] = None,
+    group_by: Annotated[str | None, Option("--group-by", metavar="KEY", help="Scenario key: metadata.task.")] = None,
+    reward: Annotated[str | None, Option("--reward", metavar="METRIC", help="The score to use as reward.")] = None,
+    min_reward: Annotated[float | None, Option("--min-reward", metavar="R", help="Lowest reward.")] = None,
     as_json: Json = False,
 ) -> None:
     """Read traces of other tools.

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from art_cli.config.packaged import packaged, with_documents
 from art_cli.runtime.errors import UsageError
@@ -44,24 +44,13 @@ def recipe_names(recipes: Path) -> list[str]:
 def run(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="DIR", help="A new or empty directory; with --config key=value words.", show_default=False
-        ),
+        Argument(metavar="DIR", help="A new or empty directory; with --config: KEY=VALUE.", show_default=False),
     ] = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(
-            "--recipe",
-            metavar="NAME",
-            help=f"Which one: {', '.join(recipe_names(packaged('recipes')))}.",
-        ),
+        str | None, Option("--recipe", metavar="NAME", help=", ".join(recipe_names(packaged("recipes"))))
     ] = None,
-    environment: Annotated[
-        str | None, typer.Option("--environment", metavar="NAME", help="One that `art environments` lists.")
-    ] = None,
-    is_config: Annotated[
-        bool, typer.Option("--config", help="Print the YAML that hardware=NAME, judge=NAME, ... come to.")
-    ] = False,
+    environment: Annotated[str | None, Option("--environment", metavar="NAME", help="See `art environments`.")] = None,
+    is_config: Annotated[bool, Option("--config", help="Print a composed configuration.")] = False,
 ) -> None:
     """Begin a project, or print a configuration.
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from art_cli.cli import Config, Overrides
 from art_cli.runtime.errors import UsageError
@@ -12,7 +12,7 @@ def run(
     config: Config,
     overrides: Overrides = None,
     wait_s: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=1, max=31_536_000, help="Longest wait for the first node.")
+        float, Option("--wait", metavar="SECONDS", min=1, max=31_536_000, help="Longest wait for the first node.")
     ] = 600.0,
 ) -> None:
     """Join a learner of several machines.

@@ -9,43 +9,33 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Json, Overrides
 from art_cli.runtime.errors import DataError, UsageError
 
 
 def run(
-    trajectories: Annotated[Path, typer.Argument(metavar="FILE", help="Trajectories.", show_default=False)],
+    trajectories: Annotated[Path, Argument(metavar="FILE", help="Trajectories.", show_default=False)],
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="T.scored.jsonl beside T.jsonl, if not given.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="As judge.model.")] = None,
-    rubric: Annotated[
-        Path | None, typer.Option("--rubric", metavar="FILE", help="A text file with what the judge looks for.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="CONFIG", help="Use its judge.")] = None,
-    group_by: Annotated[
-        str | None, typer.Option("--group-by", metavar="KEY", help="Group plain conversations by this key.")
-    ] = None,
-    is_partial: Annotated[bool, typer.Option("--partial", help="Judge incomplete groups as they are.")] = False,
-    is_fresh: Annotated[bool, typer.Option("--fresh", help="Begin the output anew.")] = False,
-    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and do nothing.")] = False,
-    is_report: Annotated[bool, typer.Option("--report", help="Say how far the judge can be trusted.")] = False,
+    output: Annotated[Path | None, Option("-o", "--output", metavar="FILE", help="Default: FILE.scored.jsonl.")] = None,
+    model: Annotated[str | None, Option("--model", metavar="NAME", help="Sets judge.model.")] = None,
+    rubric: Annotated[Path | None, Option("--rubric", metavar="FILE", help="Text file with criteria.")] = None,
+    config: Annotated[Path | None, Option("--config", metavar="CONFIG", help="Use this configuration's judge.")] = None,
+    group_by: Annotated[str | None, Option("--group-by", metavar="KEY", help="Groups plain conversations.")] = None,
+    is_partial: Annotated[bool, Option("--partial", help="Also judge incomplete groups.")] = False,
+    is_fresh: Annotated[bool, Option("--fresh", help="Start the output file over.")] = False,
+    is_dry_run: Annotated[bool, Option("--dry-run", help="Only estimate the cost.")] = False,
+    is_report: Annotated[bool, Option("--report", help="Measure how reliable the judge is.")] = False,
     gold: Annotated[
-        str | None, typer.Option("--gold", metavar="KEY", help="Compare with this: metrics.win or returned_reward.")
+        str | None, Option("--gold", metavar="KEY", help="Reference: metrics.win, returned_reward.")
     ] = None,
     gates: Annotated[
-        list[str] | None, typer.Option("--gate", metavar="BOUND", help="Exit 1 if the report misses it.")
+        list[str] | None, Option("--gate", metavar="BOUND", help="Exit 1 if the report misses it.")
     ] = None,
-    is_probe: Annotated[
-        bool, typer.Option("--probe", help="Change attempts, and see whether the judge falls for it.")
-    ] = False,
-    num_groups: Annotated[
-        int | None, typer.Option("--groups", metavar="N", min=1, help="Groups that --probe judges; 30 if not given.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
+    is_probe: Annotated[bool, Option("--probe", help="Test the judge with manipulated attempts.")] = False,
+    num_groups: Annotated[int | None, Option("--groups", metavar="N", min=1, help="With --probe; default: 30.")] = None,
+    html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
     as_json: Json = False,
 ) -> None:
     """Score trajectories, or measure a judge.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from art_cli.cli import Json
 from art_cli.runtime.errors import Interrupted, UsageError, printable_lines
@@ -27,8 +28,8 @@ MIN_LINES = 5  # lines of an attempt that a low terminal shows, too
 
 
 def run(
-    scored: Annotated[Path, typer.Argument(metavar="FILE|RUN", help="Scored trajectories.", show_default=False)],
-    is_report: Annotated[bool, typer.Option("--report", help="Ask nothing; say what the labels say.")] = False,
+    scored: Annotated[Path, Argument(metavar="FILE|RUN", help="Scored trajectories.", show_default=False)],
+    is_report: Annotated[bool, Option("--report", help="Only report on existing labels.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare attempts yourself, to measure the judge.

@@ -6,7 +6,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from art_cli.cli import Config, Json, Overrides
 from art_cli.runtime.errors import ArtError, UsageError, one_line, printable_lines
@@ -18,18 +18,11 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Overrides = None,
-    budget_usd: Annotated[float | None, typer.Option(min=0, metavar="N", help="How many steps N dollars buy.")] = None,
-    goal: Annotated[str | None, typer.Option(metavar="'reward>=X'", help="A reward beside what was seen.")] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Verdicts on each group; by default 2 if they are free.")
-    ] = None,
-    compare: Annotated[
-        str | None, typer.Option(metavar="prompt", help="Beside it a search for a prompt; asks its model once.")
-    ] = None,
-    on: Annotated[
-        list[str] | None,
-        typer.Option("--on", metavar="MACHINE", help="How long elsewhere: laptop, gpu-24gb, h100, h100x8."),
-    ] = None,
+    budget_usd: Annotated[float | None, Option(min=0, metavar="N", help="How many steps N dollars buy.")] = None,
+    goal: Annotated[str | None, Option(metavar="'reward>=X'", help="A reward beside what was seen.")] = None,
+    repeats: Annotated[int | None, Option(min=1, metavar="N", help="Verdicts per group; default: 2 if free.")] = None,
+    compare: Annotated[str | None, Option(metavar="prompt", help="Also estimate a prompt search (one call).")] = None,
+    on: Annotated[list[str] | None, Option("--on", metavar="MACHINE", help="Another machine: h100x8.")] = None,
     as_json: Json = False,
 ) -> None:
     """Ask before a run: can it learn, what will it take?

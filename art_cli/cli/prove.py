@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Json, Overrides, everything
 from art_cli.runtime.errors import RunError, UsageError, printable_lines
@@ -21,17 +21,10 @@ MAX_FLAWS = 20  # shown of them
 
 
 def run(
-    what: Annotated[
-        str, typer.Argument(metavar="RUN|DIGEST|EXPORT", help="A run, a policy's digest, or an exported model.")
-    ],
+    what: Annotated[str, Argument(metavar="RUN|DIGEST|EXPORT", help="A run, a policy digest, or an exported model.")],
     overrides: Overrides = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--replay", metavar="CONFIG", help="Compute each update again; CONFIG is the file that trained it."
-        ),
-    ] = None,
-    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where a DIGEST is looked for.")] = Path("runs"),
+    config: Annotated[Path | None, Option("--replay", metavar="CONFIG", help="Recompute every update.")] = None,
+    runs: Annotated[Path, Option("--runs", metavar="DIR", help="Directory to search for DIGEST.")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """Prove that weights came from a run's trajectories.

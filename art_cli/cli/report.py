@@ -5,18 +5,16 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Json, Junit, Link, Markdown, records
 from art_cli.runtime.errors import RunError, UsageError, printable_lines
 
 
 def run(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as one page, too.")] = None,
-    has_conversation: Annotated[
-        bool, typer.Option("--conversation", help="Show one held-out conversation before and after, instead.")
-    ] = False,
+    run: Annotated[str, Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    html: Annotated[Path | None, Option("--html", metavar="FILE", help="Also write a page.")] = None,
+    has_conversation: Annotated[bool, Option("--conversation", help="Compare one conversation.")] = False,
     junit: Junit = None,
     markdown: Markdown = None,
     link: Link = None,

@@ -5,28 +5,23 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from art_cli.cli import Json, Overrides
 from art_cli.runtime.errors import JudgeError
 
 
 def run(
-    kind: Annotated[str, typer.Argument(metavar="mcp", help="What the tasks are for: mcp.", show_default=False)],
-    place: Annotated[
-        str, typer.Argument(metavar="COMMAND_OR_URL", help="As behind mcp/ in rollout.environment.", show_default=False)
-    ],
+    kind: Annotated[str, Argument(metavar="mcp", help="The kind of tasks: mcp.", show_default=False)],
+    place: Annotated[str, Argument(metavar="COMMAND_OR_URL", help="MCP server: command or URL.", show_default=False)],
     overrides: Overrides = None,
-    output: Annotated[Path, typer.Option("-o", "--output", "--out", metavar="FILE", help="Where they go.")] = Path(
+    output: Annotated[Path, Option("-o", "--output", "--out", metavar="FILE", help="The file of tasks.")] = Path(
         "scenarios.jsonl"
     ),
-    num: Annotated[int, typer.Option("--num", min=1, max=5000, help="How many tasks the file has in the end.")] = 50,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Who writes: as judge.model.")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="CONFIG", help="Use its judge's model and its environment's args."),
-    ] = None,
-    is_more: Annotated[bool, typer.Option("--append", help="Keep the tasks of the file, and add to them.")] = False,
+    num: Annotated[int, Option("--num", min=1, max=5000, help="Total number of tasks in the file.")] = 50,
+    model: Annotated[str | None, Option("--model", metavar="NAME", help="The writing model, as judge.model.")] = None,
+    config: Annotated[Path | None, Option("--config", metavar="CONFIG", help="Use its judge and environment.")] = None,
+    is_more: Annotated[bool, Option("--append", help="Add tasks to an existing file.")] = False,
     as_json: Json = False,
 ) -> None:
     """Have a model write tasks for an MCP server.

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
+from typer import Argument, Option
 
-from art_cli.cli import ApiKey, Base, Best, Json, Last, MaxBody, named_policy, which_checkpoint
+from art_cli.cli import ApiKey, Base, Best, Drain, Host, Json, Last, MaxBody, Port, named_policy, which_checkpoint
 from art_cli.runtime.errors import UsageError, printable
 
 if TYPE_CHECKING:
@@ -33,49 +34,33 @@ def run(
     context: typer.Context,
     checkpoints: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[NAME=]CHECKPOINT...", help="A checkpoint, a run, an adapter, a base model.", show_default=False
-        ),
+        Argument(metavar="[NAME=]CHECKPOINT...", help="Checkpoint, run, adapter or base model.", show_default=False),
     ],
     is_best: Best = False,
     is_last: Last = False,
-    is_following: Annotated[
-        bool, typer.Option("--follow", help="Change to a run's next checkpoint: a better one, or with --last each.")
-    ] = False,
+    is_following: Annotated[bool, Option("--follow", help="Switch to a run's new checkpoints.")] = False,
     base: Base = None,
     engine: Annotated[
-        str, typer.Option("--engine", metavar="NAME", help="auto, embedded or vllm; for a prompt also openai.")
+        str, Option("--engine", metavar="NAME", help="auto, embedded or vllm; for a prompt also openai.")
     ] = "auto",
-    knobs: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An engine's key: max_batch=256; repeat.")
-    ] = None,
+    knobs: Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Engine setting; repeatable.")] = None,
     is_trusted: Annotated[
-        bool,
-        typer.Option(
-            "--trust",
-            help="Run what the run's config.json names: vLLM's python, args, env; a prompt's endpoint, with your key.",
-        ),
+        bool, Option("--trust", help="Start programs and send your key to endpoints that the run's config.json names.")
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="The base's: float32, bfloat16; its run's, if not given.")
-    ] = None,
-    host: Annotated[str, typer.Option("--host", help="Any but this machine's own needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    dtype: Annotated[str | None, Option("--dtype", help="float32 or bfloat16; default: the run's.")] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     api_key: ApiKey = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key a line; any of them will do.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests answered at once.")] = 256,
-    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that wait besides; more get 429.")] = 1024,
+    api_key_file: Annotated[Path | None, Option("--api-key-file", metavar="FILE", help="A key per line.")] = None,
+    concurrency: Annotated[int, Option("--concurrency", min=1, help="Limit on concurrent requests.")] = 256,
+    queue: Annotated[int, Option("--queue", min=0, help="Limit on waiting requests; others get 429.")] = 1024,
     max_body_mib: MaxBody = 32.0,
-    drain_s: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="The longest time for requests at a stop.")
-    ] = 30.0,
+    drain_s: Drain = 30.0,
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs"],
-        typer.Option("--logprobs-mode", help="The model's own, or those after temperature, as vLLM's option."),
+        Option("--logprobs-mode", help="Logprobs before or after temperature, as in vLLM."),
     ] = "raw_logprobs",
-    logs_content: Annotated[bool, typer.Option("--log-content", help="Log prompts and replies.")] = False,
+    logs_content: Annotated[bool, Option("--log-content", help="Log prompts and replies.")] = False,
     as_json: Json = False,
 ) -> None:
     """Put checkpoints behind an OpenAI-compatible API.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from art_cli.cli import Checkpoint, Config, Json, Last, NewCheckpoint, Overrides, which_checkpoint
@@ -32,20 +32,16 @@ class Command(TyperCommand):
 
 def run(
     config: Config,
-    demos: Annotated[
-        Path,
-        typer.Argument(metavar="DEMOS...", help="Chat transcripts, JSON lines; or scored ones.", show_default=False),
-    ],
+    demos: Annotated[Path, Argument(metavar="DEMOS...", help="Chats or scored trajectories.", show_default=False)],
     output: NewCheckpoint,
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
     is_last: Last = False,
     best_of: Annotated[
-        int | None,
-        typer.Option("--best-of", metavar="[N]", min=1, help="DEMOS are scored: the best N of each group, 1 if bare."),
+        int | None, Option("--best-of", metavar="[N]", min=1, help="Learn from the best N (default: 1) of each group.")
     ] = None,
     min_reward: Annotated[
-        float | None, typer.Option("--min-reward", metavar="R", help="With --best-of: only attempts with R or more.")
+        float | None, Option("--min-reward", metavar="R", help="With --best-of: lowest reward.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
 
 from art_cli.cli import Checkpoint, Config, Json, NewCheckpoint, Overrides
 from art_cli.runtime.errors import DataError, UsageError, printable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def run(
     config: Config,
-    scored: Annotated[Path, typer.Argument(metavar="SCORED", help="Scored trajectories.", show_default=False)],
+    scored: Annotated[Path, Argument(metavar="SCORED", help="Scored trajectories.", show_default=False)],
     output: NewCheckpoint,
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,

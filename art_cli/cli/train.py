@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from art_cli.cli import Config, Json, Overrides
 from art_cli.runtime.errors import Paused, RunError, printable_lines
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Overrides = None,
-    is_fresh: Annotated[bool, typer.Option("--fresh", help="A new run beside an existing one, never over it.")] = False,
-    is_multirun: Annotated[bool, typer.Option("-m", "--multirun", help="A run for each of a=1,2 b=x,y.")] = False,
+    is_fresh: Annotated[bool, Option("--fresh", help="A new run beside an existing one, never over it.")] = False,
+    is_multirun: Annotated[bool, Option("-m", "--multirun", help="A run for each of a=1,2 b=x,y.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train; run again, it resumes.

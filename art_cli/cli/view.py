@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from art_cli.cli import records
+from art_cli.cli import Port, records
 from art_cli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,25 +23,16 @@ PORT = 7860
 
 def run(
     paths: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PATH...", parser=records, help="A run, a directory of runs, or a JSONL file.", show_default=False
-        ),
+        list[Path], Argument(metavar="PATH...", parser=records, help="Runs, or JSONL files.", show_default=False)
     ],
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = PORT,
-    host: Annotated[str, typer.Option("--host", help="At another address others can read everything.")] = "127.0.0.1",
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML file instead, and end.")
-    ] = None,
-    max_mb: Annotated[float, typer.Option("--max-mb", min=0.1, help="Size of that file, at most.")] = 64.0,
-    endpoint: Annotated[
-        str | None, typer.Option("--endpoint", metavar="URL", help="A served model to talk to beside a trajectory.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Its name; the first it has.")] = None,
-    drawing: Annotated[
-        Path | None, typer.Option("--drawing", metavar="FILE", help="A drawing of states: docs/view.md.")
-    ] = None,
-    is_open: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser, where there is one.")] = True,
+    port: Port = PORT,
+    host: Annotated[str, Option("--host", help="At another address, others can read everything.")] = "127.0.0.1",
+    html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write one HTML file and exit.")] = None,
+    max_mb: Annotated[float, Option("--max-mb", min=0.1, help="Size limit for the HTML file.")] = 64.0,
+    endpoint: Annotated[str | None, Option("--endpoint", metavar="URL", help="A model to chat with.")] = None,
+    model: Annotated[str | None, Option("--model", metavar="NAME", help="The endpoint's model.")] = None,
+    drawing: Annotated[Path | None, Option("--drawing", metavar="FILE", help="State drawing; docs/view.md.")] = None,
+    is_open: Annotated[bool, Option("--open/--no-open", help="Open a browser.")] = True,
 ) -> None:
     """See curves, attempts and conversations in a page.
 
