@@ -1,10 +1,10 @@
 """The loaders: a YAML file and `key=value` arguments become a checked RunConfig, or a ConfigError with all mistakes.
 
 load_config    one run
-load_sweep     the runs of `--multirun`, each under another name
+load_sweep     the runs of `--multirun`
 load_judge     only a judge, for `art judge` without a configuration
-load_gateway   a gateway in front of an endpoint, which needs no model and no rollout
-compose_new    the keys of a configuration that is still to be written
+load_gateway   a gateway in front of an endpoint, without a model or rollout
+compose_new    the content of a new configuration file
 """
 
 import re
@@ -50,9 +50,8 @@ ENTRY = "entry"  # the variant of a section for a user's own class
 class LoadedConfig:
     """A configuration and its origin.
 
-    Plug-in entries, scenarios, demos and a base directory stay as written: they are resolved against `directory` where
-    they are used, so that a project can be moved between two starts of a run. `runs`, the template and the engine's
-    Python are absolute.
+    Plug-in entries, scenarios, demos and a base directory stay as written, so a project can move before its run is
+    resumed; they are resolved against `directory` when needed. `runs`, the chat template and Pythons are absolute.
     """
 
     config: RunConfig
@@ -60,16 +59,16 @@ class LoadedConfig:
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
     auto: Mapping[str, str] = field(default_factory=dict)  # reason for each value that art chose (loop/decide.py)
-    overrides: tuple[str, ...] = ()  # the command line's `key=value` arguments
-    sweep: tuple[str, ...] = ()  # the arguments of the whole sweep, if this is a run of one
+    overrides: tuple[str, ...] = ()  # `key=value` arguments of the command line
+    sweep: tuple[str, ...] = ()  # arguments of the whole sweep, for a run in a sweep
 
     @property
     def by_source(self) -> "dict[str, LoadedConfig]":
-        """As `RunConfig.by_source`."""
+        """Like `RunConfig.by_source`."""
         return {name: replace(self, config=part) for name, part in self.config.by_source.items()}
 
     def with_value(self, key: str, value: Any, reason: str = "") -> "LoadedConfig":
-        """Returns the configuration with another value at `section` or `section.name`, and the reason in `auto`."""
+        """Replaces the value at `section` or `section.name`, and records the reason in `auto`."""
         section, _, name = key.partition(".")
         value = getattr(self.config, section).model_copy(update={name: value}) if name else value
         auto = {**self.auto} | ({name or section: reason} if reason else {})
@@ -78,7 +77,7 @@ class LoadedConfig:
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    """A judge alone, and the directory that its entries are relative to."""
+    """A judge, and the directory for its relative paths."""
 
     config: JudgeConfig
     directory: Path
@@ -95,9 +94,9 @@ class LoadedGateway:
     name: str
     engine: EngineConfig
     gateway: GatewayConfig
-    trajectories: Path  # absolute directory for what it writes
+    trajectories: Path  # absolute output directory
     directory: Path  # absolute directory of the file
-    run: LoadedConfig | None  # the whole configuration, or None if the file has neither `model` nor `rollout`
+    run: LoadedConfig | None  # the whole configuration; None without `model` and `rollout`
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class _GatewayOnly(Section):
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Returns the configuration of one run. Raises ConfigError with all mistakes at once."""
+    """Loads a run's configuration. Raises ConfigError with all mistakes."""
     path = Path(path)
     composition = Composition(path, RunConfig)
     config = _judged(composition, overrides, RunConfig)
@@ -141,9 +140,9 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns the keys that these options and values come to, for a file that does not exist yet. Raises ConfigError.
+    """Composes a new configuration file from options and values. Raises ConfigError.
 
-    A model and a rollout, which every run needs, are those of the recipe `blank` where none is chosen.
+    The required sections `model` and `rollout` default to the values in the recipe `blank`.
     """
     composition = Composition(None, RunConfig)
     composed = composition.compose(overrides)
@@ -162,7 +161,7 @@ def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
-    """Returns the configurations of a sweep in order, with the swept values in their names. Raises ConfigError."""
+    """Loads the configurations of a sweep, with the swept values in the runs' names. Raises ConfigError."""
     runs = []
     for arguments, suffix in zip(expand(overrides), suffixes(overrides), strict=True):
         loaded = load_config(path, arguments)
@@ -176,7 +175,7 @@ def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
 
 
 def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
-    """Returns the judge of the configuration at `path`, or of the overrides if it is None. Raises ConfigError."""
+    """Loads the judge from a configuration, or from overrides alone if `path` is None. Raises ConfigError."""
     if path is not None:
         loaded = load_config(path, overrides)
         for name, source in loaded.config.rollout.sources.items():
@@ -190,7 +189,7 @@ def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
 
 
 def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
-    """Returns the gateway of a run's configuration, or of a file that names only an endpoint. Raises ConfigError."""
+    """Loads the gateway from a run's configuration, or from a file with only an endpoint. Raises ConfigError."""
     composition = Composition(path, _GatewayOnly)
     composed = composition.compose(overrides)
     if {"model", "rollout"} & composed.keys():
@@ -208,7 +207,7 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
 
 
 def load_backend(path: Path | None, overrides: Sequence[str] = ()) -> LoadedBackend:
-    """Returns the model, engine and learner of a run's configuration, of a file with only these, or of the overrides.
+    """Loads model, engine and learner from a run's configuration, a smaller file, or overrides alone.
 
     Raises ConfigError.
     """
@@ -231,7 +230,7 @@ def _loaded_gateway(
 
 
 def _judged(composition: Composition, overrides: Sequence[str], schema: type[AnySection]) -> AnySection:
-    """Returns the composed configuration as `schema`. Raises ConfigError with the first problem of each key."""
+    """Composes and validates the configuration. Raises ConfigError with one problem per key."""
     return _checked(composition, composition.compose(overrides), schema)
 
 
@@ -254,7 +253,7 @@ def _in_reading_order(problem: Problem) -> tuple[bool, str, int, str]:
 
 
 def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> dict[str, Any]:
-    """Returns `data` with the parts that a file may omit: the run's name, names of variants, empty sections."""
+    """Fills in what a file may omit: the run's name, variant names, empty sections."""
     filled = dict(data)
     for name, known in schema.model_fields.items():
         if filled.get(name, known) is None and known.default is not None and sections(known):
@@ -273,34 +272,32 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
 
 
 def _own_variant(section: dict[str, Any], schema: Schema, group: str) -> str | None:
-    """Returns the variant for a user's own class or function if the section has an `entry`, else None."""
+    """Returns the name of the variant for user code if the section has an `entry`."""
     if ENTRY not in section:
         return None
     return next((name for name, variant in variants(schema, group).items() if ENTRY in variant.model_fields), None)
 
 
 def _named(item: Any) -> Any:
-    """Returns the tracker as a section with a name: `wandb` as {name: wandb}, {entry: ...} with the name `entry`."""
+    """Example: `wandb` -> {name: wandb}; {entry: ...} -> {name: entry, entry: ...}."""
     if isinstance(item, str):
         return {"name": item}
     return {"name": ENTRY, **item} if isinstance(item, dict) and "entry" in item else item
 
 
 def _default_name(path: Path) -> str:
-    """Returns the file's name without ending, or its directory's name for a file called "config"."""
+    """Returns the file's stem; for config.yaml, the directory's name."""
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
 
 
 def _program(python: Path) -> Path:
-    """Returns the Python in an environment's directory, or any other path unchanged."""
+    """Returns the Python executable for an environment's directory; other paths stay the same."""
     return python / "bin" / "python" if python.is_dir() else python
 
 
 def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
-    """Returns the configuration with the absolute paths that its readers expect. Raises ConfigError if `~name` is no
-    user."""
-
+    """Makes the paths of runs, chat template and Pythons absolute. Raises ConfigError for an unknown `~user`."""
     absolute = partial(_absolute, composition)
     changed: dict[str, Any] = {"runs": absolute("runs", config.runs)}
     changed |= _placed(config.model, config.engine, composition)
@@ -324,7 +321,7 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
 
 
 def _placed(model: ModelConfig, engine: EngineConfig, composition: Composition) -> dict[str, Any]:
-    """Returns those of both sections that name a path, with the absolute one."""
+    """Returns the changed sections, with absolute paths."""
     changed: dict[str, Any] = {}
     if model.chat_template is not None:
         template = _absolute(composition, "model.chat_template", model.chat_template)

@@ -1,8 +1,7 @@
-"""The identity of a training: a configuration's hash, and the differences of two configurations.
+"""The identity of a training run: a configuration hash, and the differences between two configurations.
 
-Both leave out the keys that do not change the learned weights. So two configurations have the same hash exactly if they
-do not differ. Some keys may change at a step of a run (the learning rate, the schedule of evaluations), because past
-steps keep their meaning. Any other difference makes another run.
+Both ignore keys that do not change the learned weights, so equal hashes mean no differences. Some keys, such as the
+learning rate, may change during a run, because past steps stay valid. Other differences require a new run.
 """
 
 import hashlib
@@ -19,13 +18,13 @@ from art_cli.runtime.errors import printable
 
 NOT_TRAINING = frozenset(
     {
-        # the run's place and its observers
+        # paths and observers
         *("name", "runs", "store", "gateway", "tracker", "trackers", "stop", "shadow"),
-        # the length of the run, and what is kept of it
+        # length of the run, and kept files
         *("train.steps", "train.keep_checkpoints", "train.keep_best", "train.record_learned"),
         # the judge's budget
         *("judge.budget_usd", "judge.budget_tokens", "judge.price"),
-        # speed and memory: the gradient is the same for every packing and micro-batch size
+        # speed and memory; packing and micro-batch size do not change the gradient
         *(
             "rollout.concurrency",
             "rollout.cluster",
@@ -43,43 +42,43 @@ NOT_TRAINING = frozenset(
             *("learner.nodes", "learner.rendezvous", "learner.shard", "learner.join_timeout_s"),
         ),
         "learner.offload_optimizer",
-        # the engine: after each step the run proves that it samples from the learner's weights
+        # the engine, which after every step provably samples from the learner's weights
         "engine",
-        # how a teacher's server is reached
+        # connection to a teacher's server
         *("loss.teacher.base_url", "loss.teacher.api_key_env", "loss.teacher.timeout_s", "loss.teacher.retries"),
         *("loss.teacher.concurrency", "loss.teacher.protocol"),
-        # how the model that writes prompts is reached
+        # connection to the prompt-writing model
         *("learner.base_url", "learner.api_key_env", "learner.price"),
-        # the learner: all learners compute the same step
+        # all learners compute the same step
         "learner.name",
     }
 )
 
-MAY_CHANGE = frozenset(  # a run goes on with other values of these, and records from which step on
+MAY_CHANGE = frozenset(  # a run may resume with new values, and records the step of the change
     {
-        # the size of the next steps
+        # size of later updates
         *("train.learning_rate", "train.warmup_steps", "train.decay", "train.decay_to", "train.betas"),
         *("train.weight_decay", "train.max_grad_norm", "train.clip_to_history", "train.max_kl"),
-        "train.steps",  # where the learning rate decays to them
+        "train.steps",  # with a decaying learning rate
         "train.max_logprob_gap",
-        # the schedule of evaluations, and the number of attempts in each
+        # evaluation schedule and attempts
         *("eval.every", "eval.attempts"),
-        # the limits and retries of rollouts; finished rollouts stay as they are
+        # rollout limits and retries; finished rollouts stay valid
         *("rollout.timeout_s", "rollout.retries", "rollout.processes", "rollout.python"),
-        # the attempts at a usable answer of the judge
+        # tries for a usable answer from the judge
         "judge.attempts",
     }
 )
 
 
-# Before the first update; attempts that `art plan` has played stay as they are.
+# Keys that may also change before the first update; the attempts from `art plan` stay valid.
 MAY_CHANGE_FIRST = frozenset(
     {"model.max_length", "rollout.groups_per_step", "rollout.max_turns", "rollout.sampling.max_tokens"}
 )
 
 
 class Change(NamedTuple):
-    """One key in which two configurations differ. Example: Change("train.learning_rate", 1e-05, 0.0001)."""
+    """A changed key. Example: Change("train.learning_rate", 1e-05, 0.0001)."""
 
     key: str
     old: Any
@@ -92,28 +91,28 @@ class Change(NamedTuple):
 
     @property
     def is_allowed(self) -> bool:
-        """Whether a run may be resumed with the new value."""
+        """Returns True if a run can resume with the new value."""
         return general(self.key) in MAY_CHANGE
 
 
 def general(key: str) -> str:
-    """Returns the key that the value of a source, or a budget or price of a blended judge or of a panel's, stands for.
+    """Maps a source's key to the run's key, and the budgets and prices of inner judges to the judge's key.
 
-    Example: rollout.sources.a.timeout_s: rollout.timeout_s
+    Example: rollout.sources.a.timeout_s -> rollout.timeout_s
     """
     key = re.sub(r"^rollout\.sources\.[^.]+\.(judge\b|)", lambda found: found[1] or "rollout.", key)
     return re.sub(r"^judge\.(judges|panel)\.[^.]+\.(?=budget_usd$|budget_tokens$|price$)", "judge.", key)
 
 
 def config_hash(config: RunConfig) -> str:
-    """Returns 16 hexadecimal digits, the same for all configurations of the same training."""
+    """Returns 16 hexadecimal digits that identify the training."""
     training = _training(config.model_dump(mode="json"))
-    text = json.dumps(_renamed(training, {"base_url": "api_base"}), sort_keys=True)  # older runs' hashes have that name
+    text = json.dumps(_renamed(training, {"base_url": "api_base"}), sort_keys=True)  # name in the hashes of older runs
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def speed_hash(config: RunConfig) -> str:
-    """Returns 16 hexadecimal digits, the same for configurations that take the same time and memory in training."""
+    """Returns 16 hexadecimal digits that identify the settings for speed and memory."""
     dumped = config.model_dump(mode="json")
     rollout, judge = dumped["rollout"], dumped["judge"]
     decides = [
@@ -127,7 +126,7 @@ def speed_hash(config: RunConfig) -> str:
 
 
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Returns the differences of two dumped configurations, in alphabetical order of the keys."""
+    """Returns the differences between two dumped configurations, sorted by key."""
     return list(_differences("", _training(_renamed(old, OLD_NAMES)), _training(_renamed(new, OLD_NAMES))))
 
 
@@ -138,7 +137,7 @@ def _renamed(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all keys but NOT_TRAINING. The run's length is among them if the learning rate decays over it."""
+    """Returns all keys except NOT_TRAINING, but with `train.steps` if the learning rate decays."""
     train = config.get("train")
     decays = isinstance(train, Mapping) and train.get("decay", "none") != "none"
     return _without(NOT_TRAINING - {"train.steps"} if decays else NOT_TRAINING, config)
@@ -151,7 +150,7 @@ def _without(left_out: Set[str], section: Mapping[str, Any], prefix: str = "") -
         if general(key) in left_out:
             continue
         if key == "model.chat_template" and isinstance(value, str):
-            value = PurePath(value).name  # the path is absolute, and a project may be moved between two starts
+            value = PurePath(value).name  # without the absolute directory, because a project may move
         kept[name] = _without_in(left_out, value, key)
     return kept
 
@@ -176,7 +175,7 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:
 
 
 def _shown(value: Any) -> str:
-    """Returns the value as JSON, shortened if it is long, because a file may hold anything."""
+    """Returns the value as JSON, shortened to 80 characters."""
     try:
         return printable(json.dumps(value), limit=80)
     except ValueError:

@@ -1,7 +1,6 @@
-"""Places: the location of each key of a configuration, "file:line" or "command line".
+"""Places: the location of every configuration key, "file:line" or "command line".
 
-Lines come from the YAML nodes. Files are added in the order in which they are merged, so that a key has the location at
-which it is set last.
+Files are added in merge order, so a key gets the location of its last value.
 """
 
 from pathlib import Path
@@ -20,7 +19,7 @@ class Places:
         self._places: dict[str, str] = {}
 
     def add_file(self, path: Path, text: str, *, package: str = "") -> None:
-        """Records the location of every key of a YAML file with this text, below the dotted key `package`."""
+        """Records the locations of a YAML file's keys, below the dotted key `package`."""
         shown = show(path)
         if not package:
             self._places.setdefault("", f"{shown}:1")
@@ -31,7 +30,7 @@ class Places:
     def _add_node(self, node: yaml.Node, key: str, shown: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for name, value in node.value:
-                if name.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor` gives the anchor's keys to this mapping
+                if name.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor` merges the anchor's keys
                     self._add_node(value, key, shown)
                 else:
                     below = join(key, str(name.value))
@@ -43,7 +42,7 @@ class Places:
                 self._add_node(item, join(key, str(index)), shown)
 
     def put(self, key: str, place: str) -> None:
-        """Records `place` as the key's location, and forgets the locations of all keys below it."""
+        """Records the key's location, and removes the locations of nested keys."""
         for known in [known for known in self._places if known.startswith(f"{key}.")]:
             del self._places[known]
         self._places[key] = place
@@ -52,7 +51,7 @@ class Places:
         return key in self._places
 
     def of(self, key: str) -> str:
-        """Returns the location of the key, of a key below it, or of the nearest section around it that has one."""
+        """Returns the location of the key, of a nested key, or of the nearest enclosing section."""
         section, _, name = key.rpartition(".")
         written = (join(section, old) for old, new in OLD_NAMES.items() if new == name)
         key = next((old for old in written if key not in self._places and old in self._places), key)
@@ -64,10 +63,10 @@ class Places:
 
 
 def join(section: str, name: str) -> str:
-    """Returns the dotted key of `name` in `section`, which is "" for the root."""
+    """Returns the dotted key of `name` in `section`; "" is the root."""
     return f"{section}.{name}" if section else name
 
 
 def show(path: Path) -> str:
-    """Returns the path as a user would type it: relative, if it is below the working directory."""
+    """Returns the path, relative to the working directory if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,4 +1,4 @@
-"""The names of a step's metrics that are known before a run, and the settings that some of them need."""
+"""Names of step metrics, and the settings that some metrics require."""
 
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
@@ -14,13 +14,13 @@ from art_cli.config.schema import (
 )
 
 SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
-EVAL = "eval."  # prefix by which a stop rule means an evaluation's metric
-JUDGED_BY = "judged_by."  # prefix of the numbers of scores by the model that the judge's replies named
-# prefixes of names that rollouts, scenarios, failures and judges give
+EVAL = "eval."  # prefix of evaluation metrics in stop rules
+JUDGED_BY = "judged_by."  # prefix of the number of scores per model, as named in the judge's replies
+# prefixes of metric names that rollouts, scenarios, failures and judges define
 FAMILIES = ("metrics.", "pool.", "failed.", JUDGED_BY, EVAL)
-OF_SOURCES = ("reward", "no_signal_share", "num_groups", "num_failed")  # numbers of each source: reward.NAME, ...
+OF_SOURCES = ("reward", "no_signal_share", "num_groups", "num_failed")  # metrics per source: reward.NAME, ...
 SHADOW_KINDS = ("reward", "gap", "std", "reward_std", "correlation", "num")
-CLOSE = 0.8  # difflib ratio from which a name counts as a misspelling, as with gates
+CLOSE = 0.8  # difflib ratio of a misspelling, as for gates
 
 ALWAYS = frozenset(
     {
@@ -39,7 +39,7 @@ ALWAYS = frozenset(
 
 
 def judge_costs(config: RunConfig) -> bool:
-    """Whether one of the judges, or a model that writes prompts, may make paid calls, as a user's function may, too."""
+    """Returns True if a judge or a prompt-writing model may make paid calls. A user's function may."""
     own = [part.judge for part in config.by_source.values()]
     judges = (*own, *(shadow.judge for shadow in config.shadow.values()))
     free = RolloutJudgeConfig | MetricJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig
@@ -51,7 +51,7 @@ def _knows_noise(config: RunConfig) -> bool:
     return any(not isinstance(judge, NoJudgeConfig) and judge.noise is not None for judge in judges)
 
 
-Need = tuple[str, Callable[[RunConfig], bool]]  # (the key to set, whether it is set)
+Need = tuple[str, Callable[[RunConfig], bool]]  # (required key, predicate: is it set?)
 
 NEEDS: dict[str, Need] = {
     "logprob_change": (
@@ -102,7 +102,7 @@ def _why_no_shadow(name: str, config: RunConfig) -> str:
 
 
 def why_no_source(name: str, sources: Collection[str]) -> str:
-    """Returns the reason why there is no such number of a source, or "" if there is, or it is no source's."""
+    """Returns an error message if a per-source metric names an unknown source, else ""."""
     number, _, source = name.partition(".")
     if not source or source in sources or number not in (*OF_SOURCES, "failed"):
         return ""
@@ -112,7 +112,7 @@ def why_no_source(name: str, sources: Collection[str]) -> str:
 
 
 def why_unknown(name: str, config: RunConfig) -> str:
-    """Returns the reason why no step of such a run has that metric, or "" if it may have it."""
+    """Returns the reason why this run's steps cannot have the metric, else ""."""
     if name.startswith(EVAL):
         has_sources = bool(config.rollout.sources)
         wrong = why_no_source(name.removeprefix(EVAL), config.rollout.sources) if has_sources else ""

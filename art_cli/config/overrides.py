@@ -1,7 +1,6 @@
-"""The command line's `key=value` arguments, read with Hydra's grammar; sweeps; the tree of keys that a schema allows.
+"""The command line's `key=value` arguments in Hydra's grammar, sweeps, and a schema's sections, variants and keys.
 
-The tree has the sections, the variants of each, and their keys. The keys of arguments are not checked here; composing
-and pydantic do that. The options of a group are needed only for a sweep over `*`.
+Composition and pydantic check the arguments' keys later.
 """
 
 import hashlib
@@ -23,9 +22,15 @@ from art_cli.runtime.errors import ConfigError, Problem
 
 Schema = type[BaseModel]
 
+MAX_LENGTH = 4_000  # characters per argument; Hydra parses this many in half a second
+MAX_ALL = 10_000  # characters in all arguments
+MAX_NESTING = 40  # nested brackets in a value, dots in a key
+MAX_RUNS = 1_000  # runs in a sweep
+MAX_SUFFIX = 80  # characters in a sweep's suffix; a file name has 255, and the run's name needs the rest
+
 
 def sections(field: FieldInfo) -> list[Schema]:
-    """Returns the section classes that a field may hold: none for a plain value, several if `name` chooses one."""
+    """Returns the possible section classes of a field; [] for a plain value."""
     imported = [mark.section_of(name) for mark in _imported(field) for name in mark.names]
     return [*_schemas(field.annotation), *imported]
 
@@ -42,7 +47,7 @@ def _schemas(annotation: Any) -> Iterator[Schema]:
 
 
 def variants(schema: Schema, section: str) -> dict[str, Schema]:
-    """Returns the variants of a root section by their `name`, the default first; or {} for a section with one form."""
+    """Returns a root section's variants by name, default first; {} for a section without variants."""
     field = schema.model_fields.get(section)
     if field is None or get_origin(field.annotation) is list:
         return {}
@@ -52,7 +57,7 @@ def variants(schema: Schema, section: str) -> dict[str, Schema]:
 
 
 def variant_names(schema: Schema, section: str) -> list[str]:
-    """Returns the names of `variants`, sorted, and imports none of them."""
+    """Returns the sorted names of `variants`, without importing them."""
     field = schema.model_fields.get(section)
     if field is None or get_origin(field.annotation) is list:
         return []
@@ -61,7 +66,7 @@ def variant_names(schema: Schema, section: str) -> list[str]:
 
 
 def variant_name(schema: Schema) -> str | None:
-    """Returns the `name` of this variant ("grpo" for GrpoConfig), or None if the section has only one form."""
+    """Returns the variant's name ("grpo" for GrpoConfig); None for a section without variants."""
     field = schema.model_fields.get("name")
     return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
 
@@ -72,7 +77,7 @@ def groups(schema: Schema) -> list[str]:
 
 
 def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
-    """Returns the section class at a dotted key, in the variant that `data` names, or None if there is none."""
+    """Returns the section class at a dotted key, in the variant that `data` names."""
     parts = iter(key.split(".") if key else [])
     for part in parts:
         field = schema.model_fields.get(part)
@@ -80,10 +85,7 @@ def section_at(schema: Schema, key: str, data: Any) -> Schema | None:
         if field is None or not options:
             return None
         data = _item(data, part)
-        if get_origin(field.annotation) in (
-            list,
-            dict,
-        ):  # a list or dict of sections: the next part is an index or a name in it
+        if get_origin(field.annotation) in (list, dict):  # the next part is an index or a name
             data = _item(data, next(parts, ""))
         name = _item(data, "name")
         options += [mark.section_of(name) for mark in _imported(field) if name in mark.names]
@@ -98,7 +100,7 @@ def _item(data: Any, part: str) -> Any:
 
 
 def all_keys(schema: Schema, prefix: str = "") -> list[str]:
-    """Returns every dotted key of every variant, once each, in the order of the schema."""
+    """Returns the dotted keys of all variants, without repetitions, in schema order."""
     keys: dict[str, None] = {}
     for name, field in schema.model_fields.items():
         keys[join(prefix, name)] = None
@@ -107,15 +109,8 @@ def all_keys(schema: Schema, prefix: str = "") -> list[str]:
     return list(keys)
 
 
-MAX_LENGTH = 4_000  # characters of one argument; Hydra's parser takes half a second for that many
-MAX_ALL = 10_000  # largest number of characters of all arguments together
-MAX_NESTING = 40  # largest depth of brackets in a value, or of dots in a key
-MAX_RUNS = 1_000  # largest number of runs in one sweep
-MAX_SUFFIX = 80  # characters of a sweep's suffix; a file name has 255, and the run's name needs the rest
-
-
 def parse(arguments: Sequence[str]) -> list[Override]:
-    """Returns the arguments as Hydra reads them. Raises ConfigError with every argument that it cannot read."""
+    """Parses the arguments with Hydra. Raises ConfigError with all unreadable arguments."""
     parser, overrides, problems = OverridesParser.create(), [], []
     if sum(map(len, arguments)) > MAX_ALL:
         raise ConfigError([Problem("", COMMAND_LINE, f"more than {MAX_ALL} characters; write them into a file")])
@@ -141,16 +136,16 @@ def parse(arguments: Sequence[str]) -> list[Override]:
 
 
 def refuse_sweeps(overrides: Sequence[Override]) -> list[Problem]:
-    """Returns a problem for each override with several values, which a single run cannot have."""
+    """Returns a problem for each override with several values, because a single run takes one value."""
     message = "several values: add --multirun for a run of each, or write one list as [a,b]"
     return [Problem(each.key_or_group, COMMAND_LINE, message) for each in overrides if each.is_sweep_override()]
 
 
 def expand(arguments: Sequence[str]) -> list[list[str]]:
-    """Returns the arguments of each run of a sweep in Hydra's order: the last key changes fastest.
+    """Returns the arguments for each run of a sweep, in Hydra's order (last key fastest).
 
     Example: ["a=1,2", "b=x", "c=range(0,2)"] -> [["a=1", "b=x", "c=0"], ["a=1", "b=x", "c=1"], ["a=2", ...], ...].
-    Raises ConfigError for an unreadable argument, and for an interval, which has no list of values.
+    Raises ConfigError for unreadable arguments and for intervals, which cannot be enumerated.
     """
     overrides = parse(arguments)
     message = "an interval has no list of values; write range(start,stop,step) or choice(a,b)"
@@ -168,10 +163,10 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
 
 
 def suffixes(arguments: Sequence[str]) -> list[str]:
-    """Returns the suffix of each run's name, in the order of `expand`; no two are the same.
+    """Returns unique name suffixes for the runs, in the order of `expand`.
 
     Example: ["train.learning_rate=1e-5,1e-4", "train.steps=3"] -> ["learning_rate-1e-05", "learning_rate-0.0001"].
-    A single run, which sweeps over nothing, has the suffix "".
+    A single run has the suffix "".
     """
     swept = [index for index, override in enumerate(parse(arguments)) if override.is_sweep_override()]
     runs = [[run[index] for index in swept] for run in expand(arguments)]
@@ -183,7 +178,7 @@ def suffixes(arguments: Sequence[str]) -> list[str]:
 
 
 def _first_values(override: Override) -> list[str]:
-    """Returns the override's values, at most MAX_RUNS + 1. Raises ConfigError if they cannot be expanded."""
+    """Returns at most MAX_RUNS + 1 values of the override. Raises ConfigError if they cannot be expanded."""
     try:
         return list(itertools.islice(_values(override), MAX_RUNS + 1))
     except Exception as error:  # the boundary to Hydra's sweeps: a step of 0, values that cannot be sorted
@@ -191,7 +186,7 @@ def _first_values(override: Override) -> list[str]:
 
 
 def _values(override: Override) -> Iterator[str]:
-    """Yields the argument `key=value` for each value of the override."""
+    """Yields a `key=value` argument per value."""
     assert override.input_line is not None, override
     value = override.value()
     if not override.is_sweep_override():
@@ -209,7 +204,7 @@ def _as_name(argument: str) -> str:
 
 
 def _too_large(argument: str) -> str | None:
-    """Returns the reason why the argument is too large for Hydra's parser, or None if it is not."""
+    """Returns an error message if the argument is too large for Hydra's parser."""
     if len(argument) > MAX_LENGTH:
         return f"{len(argument)} characters; write what is longer than {MAX_LENGTH} into a file"
     deepest = depth = 0

@@ -1,17 +1,14 @@
-"""Directories that ship with the package: `configs/`, `recipes/`, `docs/`, and `.agents/` for coding agents."""
+"""Packaged directories: `configs/`, `recipes/`, `docs/`, and `.agents/` for coding agents."""
 
 import re
 from pathlib import Path
 
-_DOCUMENT = re.compile(r"(?<![\w/.])docs/([\w-]+\.md)(?!:)")  # NAME.md:3 is a place in a file of the user
+_DOCUMENT = re.compile(r"(?<![\w/.])docs/([\w-]+\.md)(?!:)")  # NAME.md:3 is a line in a user's file
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def packaged(name: str) -> Path:
-    """Returns the directory "configs", "recipes" or "docs": in a wheel inside the package, in a checkout beside it.
-
-    ".agents" is always inside.
-    """
+    """Returns a packaged directory. In a checkout, all except ".agents" are next to the package."""
     inside, beside = _PACKAGE / name, _PACKAGE.parent / name
     if inside.is_dir():
         return inside
@@ -21,18 +18,18 @@ def packaged(name: str) -> Path:
 
 
 def packaged_options(group: str) -> list[str]:
-    """Returns the names of the packaged options of a group, such as those of "hardware", sorted."""
+    """Returns the sorted names of a group's packaged options."""
     directory = packaged("configs") / group if group.isidentifier() else None
     return sorted(file.stem for file in directory.glob("*.yaml")) if directory is not None else []
 
 
 def packaged_groups() -> list[str]:
-    """Returns the names of the groups that have packaged options: "algorithm", "hardware", "judge", "model"."""
+    """Returns the sorted names of the groups with packaged options, such as "hardware"."""
     return sorted(folder.name for folder in packaged("configs").iterdir() if folder.is_dir())
 
 
 def with_documents(text: str) -> str:
-    """Returns the text with the path of each document that it names as "docs/view.md"."""
+    """Replaces names such as "docs/view.md" in the text by their paths."""
 
     def locate(match: re.Match[str]) -> str:
         path = packaged("docs") / match[1]

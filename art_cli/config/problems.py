@@ -1,7 +1,4 @@
-"""The mistakes of a configuration: pydantic's errors as Problems, each with the nearest right key or value.
-
-Works on the plain dict and the schema; Places has the file and line of each key.
-"""
+"""Turns pydantic's errors into Problems with file, line and the nearest valid key or value."""
 
 import json
 import re
@@ -19,7 +16,7 @@ from art_cli.config.packaged import packaged_groups, packaged_options
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import Problem, first_sentence, no_such_option
 
-EXPECTED = {  # the beginning of pydantic's error type -> the value that it expects
+EXPECTED = {  # prefix of pydantic's error type -> expected value
     "int_": "a whole number",
     "float_": "a number",
     "bool_": "true or false",
@@ -31,25 +28,25 @@ EXPECTED = {  # the beginning of pydantic's error type -> the value that it expe
 }
 CLOSE = 0.6  # difflib's default cutoff for a close match
 USUAL = {"lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "temp": "temperature"}
-ABBREVIATED = 0.75  # likeness of an abbreviation; less than that of a name with one wrong letter
-MAX_NAME = 100  # letters of a name that others are compared with; a longer one is no misspelling and takes seconds
-SAME_SECTION, BELOW = 0.15, 0.05  # bonus of a key nearby; the exact name elsewhere still wins
+ABBREVIATED = 0.75  # likeness of an abbreviation, below the likeness of a one-letter typo
+MAX_NAME = 100  # longer names are not compared with keys, because that takes seconds
+SAME_SECTION, BELOW = 0.15, 0.05  # bonus for a nearby key; an exact match elsewhere still wins
 
 
 def explain(error: ValidationError, data: dict[str, Any], schema: Schema, places: Places) -> list[Problem]:
-    """Returns a Problem for each key in which pydantic found an error."""
+    """Returns one Problem per invalid key."""
     by_key: dict[str, list[ErrorDetails]] = defaultdict(list)
     for detail in error.errors(include_url=False):
         by_key[_dotted(detail, data)].append(detail)
     return [
         Problem(key, places.of(key), _message(key, details, data, schema))
         for key, details in by_key.items()
-        if not any(other.startswith(f"{key}.") for other in by_key)  # an error below the key is more exact
+        if not any(other.startswith(f"{key}.") for other in by_key)  # errors at nested keys are more exact
     ]
 
 
 def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
-    """Returns the message for an unknown key: the variant that has the key, or the nearest known names."""
+    """Returns the message for an unknown key, with a variant that has the key or with similar names."""
     if key in all_keys(schema):
         return _of_another_variant(key, data, schema) or f"a key with dots is not read; nest it: {_nested(key)}"
     within, _, name = key.rpartition(".")
@@ -65,9 +62,9 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
 
 
 def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str | None:
-    """Returns "loss 'gspo' does not use 'overlong'; 'dapo' does", or None if no other variant has the key.
+    """Example: "loss 'gspo' does not use 'overlong'; 'dapo' does". Returns None if no variant has the key.
 
-    For a section within one: "loss.off_policy 'icepop' does not use 'cap', but low, high; 'truncate' does".
+    Example for a nested section: "loss.off_policy 'icepop' does not use 'cap', but low, high; 'truncate' does".
     """
     parts, within = key.split("."), schema
     for depth, name in enumerate(parts[1:], 1):
@@ -84,7 +81,7 @@ def _of_another_variant(key: str, data: dict[str, Any], schema: Schema) -> str |
 
 
 def _not_used(name: str, section: str, chosen: Schema, having: Sequence[str]) -> str:
-    """Returns the message for a key that other variants of the section have than the chosen one."""
+    """Returns the message for a key that only other variants have."""
     if variant_name(chosen) == "auto":
         written = " or ".join(f"`name: {variant}`" for variant in having)
         needs = f"{name!r} needs {written} beside it ({section}={having[0]})"
@@ -101,7 +98,7 @@ def _nested(key: str) -> str:
 
 
 def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -> list[str]:
-    """Returns the names most like `name`: siblings by their names, keys of other sections by their dotted keys."""
+    """Returns up to three similar names: plain names in the same section, dotted keys in other sections."""
     if len(name) > MAX_NAME:
         return []
     rated = [(_likeness(name, other) + SAME_SECTION, other) for other in siblings]
@@ -114,10 +111,7 @@ def _nearest(name: str, section: str, siblings: Iterable[str], schema: Schema) -
 
 
 def _likeness(name: str, other: str) -> float:
-    """Returns the likelihood that the user meant `other`: up to 1 for abbreviations, parts and close matches, else -1.
-
-    A misspelling by one letter is likelier than an abbreviation.
-    """
+    """Returns a similarity up to 1 for close matches and abbreviations; -1 for other names."""
     name, other = name.lower(), other.lower()
     ratio = SequenceMatcher(None, name, other).ratio()
     if USUAL.get(name) == other:
@@ -128,10 +122,7 @@ def _likeness(name: str, other: str) -> float:
 
 
 def _abbreviates(name: str, other: str) -> bool:
-    """Whether `name` stands for `other`: lr, bs, wd; temp, timeout; grad_norm for max_grad_norm; max_steps for steps.
-
-    Every part of the one begins or is a part of the other, in order, or the letters are the parts' first ones.
-    """
+    """Examples: bs, temp, timeout; grad_norm for max_grad_norm; max_steps for steps."""
     short, long = name.split("_"), other.split("_")
     initials = "".join(part[:1] for part in long)
     if len(name) > 1 and len(long) > 1 and name == initials:
@@ -145,10 +136,10 @@ def _abbreviates(name: str, other: str) -> bool:
 
 
 def _dotted(detail: ErrorDetails, data: Any) -> str:
-    """Returns the key as the user wrote it, without the names of variants that pydantic adds to `loc`."""
+    """Returns the key as the user wrote it, without the variant names in pydantic's `loc`."""
     parts: list[str] = []
     for part in detail["loc"]:
-        if isinstance(data, dict) and part not in data:  # the key may stand there under its old name
+        if isinstance(data, dict) and part not in data:  # the user may have written an old name
             part = next((old for old, new in OLD_NAMES.items() if new == part and old in data), part)
         is_variant = bool(parts) and isinstance(data, dict) and part == data.get("name") and part != parts[-1]
         is_there = (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int))
@@ -195,15 +186,15 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
 
 
 def _noun(section: str, schema: Schema) -> str:
-    """Returns the kind of a section: "tracker" for "trackers.0", "off_policy" for "loss.off_policy"."""
+    """Example: "tracker" for "trackers.0", "off_policy" for "loss.off_policy"."""
     last = section.split(".")[-1]
     if last in schema.model_fields or section in all_keys(schema):
         return last
-    return section.split(".")[-2].removesuffix("s")  # an item of a list or map
+    return section.split(".")[-2].removesuffix("s")  # a list or map item
 
 
 def _expected(detail: ErrorDetails) -> str:
-    """Returns the expected value: "a whole number" for int_parsing, "a number greater than 0" for greater_than."""
+    """Example: "a whole number" for int_parsing, "a number greater than 0" for greater_than."""
     for beginning, wanted in EXPECTED.items():
         if detail["type"].startswith(beginning):
             return wanted

@@ -1,4 +1,4 @@
-"""The address of a run or of a directory of runs in an object store. Example: s3://bucket/prefix."""
+"""Addresses in an object store, such as s3://bucket/prefix."""
 
 import re
 from pathlib import Path
@@ -9,19 +9,19 @@ from pydantic import AfterValidator, BeforeValidator
 from art_cli.runtime.errors import printable
 
 _ADDRESS = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<rest>[^\s\\]+)", re.ASCII)
-_PASSWORD = re.compile(r"[^/@]*:[^/@]*@")  # "key:secret@" at the start of what follows the protocol
+_PASSWORD = re.compile(r"[^/@]*:[^/@]*@")  # "key:secret@" after the protocol
 MAX_ADDRESS = 1000
 PACKAGES = {"s3": "pip install 'art-cli[s3]'", "s3a": "pip install 'art-cli[s3]'", "gs": "pip install gcsfs",
             "gcs": "pip install gcsfs", "az": "pip install adlfs", "abfs": "pip install adlfs"}  # fmt: skip
 
 
 def is_address(text: object) -> bool:
-    """Whether a text is meant as an address and not as a path."""
+    """Returns True for an address, False for a path."""
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
 def problem_of(text: str) -> str:
-    """Returns the reason why the text is no usable address, or "" if it is one."""
+    """Returns the reason why the address is invalid, else ""."""
     match = _ADDRESS.fullmatch(text)
     if match is None or len(text) > MAX_ADDRESS:
         return "not an address of an object store; it looks like s3://bucket/prefix"
@@ -35,7 +35,7 @@ def problem_of(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Returns the address without a part that may be a key, as an error may show it."""
+    """Returns the address for error messages, without credentials."""
     return printable(re.sub(r"://[^/]*@", "://***@", text), limit=200)
 
 
@@ -44,7 +44,7 @@ def protocol_of(address: str) -> str:
 
 
 def missing_client(address: str) -> str:
-    """Returns the reason why this machine has no client for an address, with the cure, or "" if it has one."""
+    """Returns the missing client package and its cure, or "" if the client is installed."""
     protocol = protocol_of(address)
     try:
         from fsspec import get_filesystem_class

@@ -138,7 +138,7 @@ class BaseLossConfig(Section):
         return ()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for settings that have no effect."""
         if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
             yield "entropy_step", "used with entropy_floor only"
         if "kl_cov_weight" in self.model_fields_set and self.kl_cov is None:
@@ -266,7 +266,7 @@ class TeacherConfig(Section):
     """The requests in parallel."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for settings that have no effect."""
         for knob in ("protocol", "api_key_env", "timeout_s", "retries", "concurrency"):
             if self.base_url is None and knob in self.model_fields_set:
                 yield knob, "used with loss.teacher.base_url only: a model that is loaded here needs no requests"

@@ -240,7 +240,7 @@ class StopRule(Section):
         return self
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for settings that have no effect."""
         for knob in (*BOUNDS, "for_steps") if self.metric is None else ():
             if knob in self.model_fields_set and getattr(self, knob) is not None:
                 yield knob, "used with 'metric' only"
@@ -324,7 +324,7 @@ class TrainConfig(Section):
         return self.learning_rate
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for settings that have no effect."""
         if "decay_to" in self.model_fields_set and self.decay == "none":
             yield "decay_to", "used with train.decay 'linear' or 'cosine' only"
         if self.decay != "none" and self.warmup_steps >= self.steps:
@@ -373,7 +373,7 @@ class SftConfig(Section):
     updates and keeps the last weights."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for each knob that is set and has no effect."""
+        """Yields (knob, message) for settings that have no effect."""
         if self.min_reward is not None and self.best_of is None:
             yield "min_reward", "used with sft.best_of only"
         if self.batch_tokens is not None and "batch_size" in self.model_fields_set:
