@@ -1,4 +1,4 @@
-"""Checks across sections: settings that contradict each other, and configurations that cannot be trained."""
+"""Checks across sections: contradicting settings, and configurations that cannot be trained."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from art_cli.config.sections.train_config import ONE_OF_BOTH
 
 
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields (dotted key, message) for each pair of settings that contradict each other."""
+    """Yields (dotted key, message) for contradicting settings."""
     if config.rollout.sources:
         yield from _source_conflicts(config)
     elif config.eval is not None and config.eval.scenarios is None and config.eval.held_out is None:
@@ -48,9 +48,9 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _of_each_source(
     config: RunConfig, check: Callable[[RunConfig], Iterator[tuple[str, str]]], *, has_use: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yields what `check` finds in each source's configuration, by the key where the user wrote the value.
+    """Runs `check` on every source's configuration, and yields the messages with the user's keys.
 
-    `has_use`: a value for all sources is found only if it is in each of them, because another one has a use for it.
+    `has_use`: a shared setting is reported only if every source reports it.
     """
     parts = config.by_source
     found = Counter(
@@ -87,10 +87,8 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _judge_conflicts(config)
     for shadow_name, shadow in config.shadow.items():
         if shadow.judge.noise is not None:
-            yield (
-                f"shadow.{shadow_name}.judge.noise",
-                "corrects advantages, and a shadow judge is not trained on; leave it out",
-            )
+            message = "corrects advantages, and a shadow judge is not trained on; leave it out"
+            yield f"shadow.{shadow_name}.judge.noise", message
     yield from _cluster_conflicts(config)
     if config.rollout.replay is not None:
         yield from _replay_conflicts(config, section)
@@ -129,7 +127,7 @@ def _algorithm_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str,
 
 
 def _adapter_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields the settings that need a LoRA adapter, if all weights are trained."""
+    """Yields settings that require a LoRA adapter, if all weights are trained."""
     if config.model.lora is not None:
         return
     if isinstance(config.learner, UnslothLearnerConfig):
@@ -143,7 +141,7 @@ def _adapter_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields the settings of the rollout that nothing reads."""
+    """Yields unused settings in `rollout`."""
     rollout = config.rollout
     if rollout.command is not None and rollout.cluster is None and "processes" in rollout.model_fields_set:
         yield "rollout.processes", "each attempt of rollout.command is a process of its own; leave it out"
@@ -195,20 +193,16 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "judge", "'none' gives no rewards, which this loss learns from; leave it out, or set loss=distill"
     if (noise := None if isinstance(config.judge, NoJudgeConfig) else config.judge.noise) is not None:
         if not config.learns_by.compares_rewards_alone:
-            yield (
-                "judge.noise",
-                "weighs comparisons within a group, and this loss learns from something else besides: set it to null",
-            )
+            why = "weighs comparisons within a group, and this loss learns from something else besides: set it to null"
+            yield "judge.noise", why
         if noise.is_from_votes and not has_votes(config.judge):
             cure = "ask for several votes (judge=ruler, judge.votes=4), or set false_positive and false_negative"
             yield "judge.noise", f"judge {name!r} gives each attempt one score, which shows no error: {cure}"
         if not noise.is_from_votes and name not in ("rollout", "metric", "function"):
             yield "judge.noise", f"flip rates are of verdicts 0 and 1, and judge {name!r} gives scores; set it to votes"
     if config.loss.needs_explanations and name in ("rollout", "metric", "none", "reward_model"):
-        yield (
-            "loss",
-            f"'sdpo' teaches by the judge's explanations, and judge {name!r} gives no reasons; choose judge=ruler",
-        )
+        cure = f"judge {name!r} gives no reasons; choose judge=ruler"
+        yield "loss", f"'sdpo' teaches by the judge's explanations, and {cure}"
     learns_by = config.learns_by
     has_teacher = isinstance(learns_by, TaughtLossConfig)
     if config.rollout.refill > 0 and not learns_by.compares_rewards_alone and not has_teacher:
@@ -216,24 +210,18 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.refill", f"replaces groups of equal rewards, and {why}; set it to 0"
     if not config.learns_by.needs_rewards:
         rollout = config.rollout
-        chosen = {
-            "refill": rollout.refill > 0,
-            "choose": rollout.choose == "adaptive",
-            "replay": rollout.replay is not None,
-        }
+        is_adaptive = rollout.choose == "adaptive"
+        chosen = {"refill": rollout.refill > 0, "choose": is_adaptive, "replay": rollout.replay is not None}
         for knob in (knob for knob, is_set in chosen.items() if is_set):
             yield f"rollout.{knob}", "goes by rewards, and this loss learns from none; leave it out"
     teacher = config.loss.teacher if isinstance(config.loss, DistillConfig) else None
     if teacher is not None and teacher.base_url is not None and config.rollout.sampling.temperature != 1:
-        yield (
-            "rollout.sampling.temperature",
-            "a teacher behind a server gives logprobs at temperature 1 only; set it to 1",
-        )
+        message = "a teacher behind a server gives logprobs at temperature 1 only; set it to 1"
+        yield "rollout.sampling.temperature", message
 
 
 def has_votes(judge: JudgeConfig) -> bool:
-    """Whether a judge may give an attempt several votes. A user's judge may; that is known only at run time. Of a blend
-    no part may have an error that one vote does not show."""
+    """Returns True if the judge may give several votes per attempt. A user's judge may; every RULER in a blend must."""
     if isinstance(judge, BlendJudgeConfig):
         parts = [judge.judges.get(name, RolloutJudgeConfig()) for name in judge.blend]
         rulers = [part for part in parts if isinstance(part, RulerJudgeConfig)]
@@ -242,7 +230,7 @@ def has_votes(judge: JudgeConfig) -> bool:
 
 
 def ranks(judge: JudgeConfig) -> bool:
-    """Whether a judge is known to score attempts by comparing them within their group."""
+    """Returns True if the judge compares attempts within a group; False for user code."""
     if isinstance(judge, BlendJudgeConfig):
         return any(name == "ruler" if name not in judge.judges else ranks(judge.judges[name]) for name in judge.blend)
     return isinstance(judge, RulerJudgeConfig)
@@ -285,10 +273,8 @@ def _process_conflicts(config: RunConfig, learner: BaseLearnerConfig) -> Iterato
         knob = "nodes" if learner.nodes > 1 else "processes"
         yield f"learner.{knob}", "'unsloth' trains in one process on one GPU; set learner=torch, or leave it out"
     if config.model.quantize is not None:
-        yield (
-            "learner.processes" if learner.processes > 1 else "learner.nodes",
-            "a base in few bits cannot be divided between processes; set model.quantize=null, or 1",
-        )
+        key = "learner.processes" if learner.processes > 1 else "learner.nodes"
+        yield key, "a base in few bits cannot be divided between processes; set model.quantize=null, or 1"
     if learner.offload_optimizer:
         yield "learner.offload_optimizer", "with several processes the optimizer is divided between the GPUs already"
     if learner.device not in ("auto", "cpu") and learner.device.partition(":")[0] != "cuda":
@@ -296,22 +282,18 @@ def _process_conflicts(config: RunConfig, learner: BaseLearnerConfig) -> Iterato
 
 
 def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
-    """Yields the settings that the Tinker protocol cannot express, each with an alternative."""
+    """Yields settings that the Tinker protocol cannot express, with alternatives."""
     loss, train = config.learns_by, config.train
     if not isinstance(config.engine, TinkerEngineConfig):
-        yield (
-            "learner",
-            "'tinker' trains on the server that engine=tinker samples from; set engine=tinker engine.base_url=...",
-        )
+        cure = "set engine=tinker engine.base_url=..."
+        yield "learner", f"'tinker' trains on the server that engine=tinker samples from; {cure}"
     if config.model.quantize is not None:
         yield "model.quantize", "learner 'tinker' leaves the base model to the server; leave it out"
     if config.algorithm is not None:
         yield "algorithm", "its objective runs where the weights are, and a server runs its own; choose a loss by name"
     if isinstance(loss, PpoConfig | TaughtLossConfig):
-        yield (
-            "loss",
-            f"{loss.name!r} needs more of the model than a server of the Tinker protocol gives; loss=grpo would do",
-        )
+        why = "needs more of the model than a server of the Tinker protocol gives"
+        yield "loss", f"{loss.name!r} {why}; loss=grpo would do"
     if config.rollout.sampling.temperature not in (0, 1):
         yield "rollout.sampling.temperature", "a server of the Tinker protocol computes logprobs at 1 only; set it to 1"
     unsayable = {
@@ -327,11 +309,11 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
         yield "train.max_kl", "draws weights back, and these are the server's; null, with train.epochs_per_step lower"
 
 
-PROMPT_TRAIN = frozenset({"steps", "keep_checkpoints", "keep_best", "seed"})  # keys of `train` that a search uses
+PROMPT_TRAIN = frozenset({"steps", "keep_checkpoints", "keep_best", "seed"})  # `train` keys for a prompt search
 
 
 def reflecting_model(config: RunConfig, learner: PromptLearnerConfig) -> JudgeModelConfig | None:
-    """Returns the model that reflects: `learner.model`, or the first judge's of RULER without a panel, or None."""
+    """Returns the reflecting model: `learner.model`, else the model in the first RULER judge without a panel."""
     if learner.member is not None:
         return learner.member
     for judge in (part.judge for part in (config, *config.by_source.values())):
@@ -342,7 +324,7 @@ def reflecting_model(config: RunConfig, learner: PromptLearnerConfig) -> JudgeMo
 
 
 def keys_of_weights(config: RunConfig) -> list[str]:
-    """Returns the keys that are set and that a search for a prompt has no use for."""
+    """Returns the set keys that a prompt search does not use."""
     is_set = {
         "loss": "loss" in config.model_fields_set,
         "algorithm": config.algorithm is not None,
@@ -365,33 +347,25 @@ def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str,
             yield "rollout.choose", "'adaptive' goes by rewards that differ in a group, and rollout.group_size is 1"
     is_set = "value_clip" in loss.model_fields_set and loss.value_clip is not None
     if is_set and config.train.updates_per_step * config.train.epochs_per_step == 1:
-        yield (
-            "loss.value_clip",
-            "used with train.updates_per_step or train.epochs_per_step above 1 only: else a value moves once in a step",
-        )
+        where = "used with train.updates_per_step or train.epochs_per_step above 1 only"
+        yield "loss.value_clip", f"{where}: else a value moves once in a step"
 
 
 def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields (dotted key, message) for each setting with which a policy can be evaluated but not trained."""
+    """Yields (dotted key, message) for settings that allow evaluation but not training."""
     yield from _of_each_source(config, _untrainable)
 
 
 def _untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.engine.can_train and config.learner.trains_weights:
-        yield (
-            "engine",
-            f"{config.engine.name!r} samples from a model of its own and cannot be trained; choose another, or "
-            "learner=prompt, which searches for a better prompt",
-        )
+        cure = "choose another, or learner=prompt, which searches for a better prompt"
+        yield "engine", f"{config.engine.name!r} samples from a model of its own and cannot be trained; {cure}"
     if isinstance(config.engine, TinkerEngineConfig) and not isinstance(config.learner, TinkerLearnerConfig):
         yield "engine", "'tinker' samples from weights on a server, where learner=tinker trains them; set both"
     if config.rollout.group_size == 1 and config.learns_by.compares_attempts and config.learns_by.needs_rewards:
         yield "rollout.group_size", "1 gives nothing to compare an attempt with; set it to 2 or more"
     elif config.rollout.group_size == 1 and ranks(config.judge):
-        yield (
-            "judge",
-            f"{config.judge.name!r} ranks the attempts of a group against each other, and rollout.group_size is 1; "
-            "set that to 2 or more",
-        )
+        why = "ranks the attempts of a group against each other, and rollout.group_size is 1; set that to 2 or more"
+        yield "judge", f"{config.judge.name!r} {why}"
     if config.rollout.sampling.temperature == 0 and config.learner.trains_weights:
         yield "rollout.sampling.temperature", "at 0 all attempts are the same; set it to 1 to train"

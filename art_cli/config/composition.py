@@ -2,9 +2,9 @@
 
     the file and the options in its `defaults`  <  options chosen on the command line  <  values given there
 
-An option chosen on the command line (`judge=rollout`) replaces the whole section of the file. A section that is only a
-name (`engine: embedded`) makes the same choice in the file. A section that names another variant than the section below
-it replaces that section. The values are not checked here; pydantic checks the dict.
+An option chosen on the command line (`judge=rollout`) replaces the file's whole section. In the file, a plain name
+(`engine: embedded`) does the same. When files name different variants of a section, the last file's section replaces
+the others. pydantic checks the values later.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import ConfigError, Problem, no_such_option
 
 GROUP = re.compile(r"[\w-]{1,64}(/[\w-]{1,64}){0,3}")
-# Sections that may be written as one of their keys alone, also where another of their keys is set.
+# Sections with a short form: the value of this key alone.
 BY_NAME = {"rollout.environment": "name", "rollout.scenarios": "source", "eval.scenarios": "source"}
 
 
@@ -40,7 +40,7 @@ class Setting(NamedTuple):
 
 
 class Composition:
-    """One file and its overrides. After `compose`, `places` has the origin of each key and `problems` all mistakes."""
+    """One file with overrides. `compose` fills `places` with key locations and `problems` with all mistakes."""
 
     def __init__(self, path: Path | None, schema: Schema) -> None:
         self.path, self.schema, self.groups = path, schema, groups(schema)
@@ -51,7 +51,7 @@ class Composition:
         self.problems: list[Problem] = []
 
     def compose(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Returns the plain dict with interpolations resolved. Raises ConfigError if nothing composes."""
+        """Returns the plain dict with interpolations resolved. Raises ConfigError for unreadable input."""
         overrides = parse(arguments)
         body = self._read()
         self.problems += refuse_sweeps(overrides)
@@ -68,7 +68,7 @@ class Composition:
     # --- the file -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> DictConfig:
-        """Returns the file's content; {} without a file."""
+        """Returns the file's content, {} by default."""
         if self.path is None:
             return OmegaConf.create({})
         body = read_document(self.path)
@@ -79,7 +79,7 @@ class Composition:
     def _merge_defaults(
         self, body: DictConfig, chosen: Mapping[str, str] | None = None, *, file: Path | None = None
     ) -> DictConfig:
-        """Merges `body`, the content of `file`, over the options in its defaults list, and `chosen` ones over both."""
+        """Merges, in this order: options in the defaults list, `body`, options in `chosen`."""
         chosen = chosen or {}
         try:
             parts = DefaultsList(self.options, chosen).expand(body, file)
@@ -94,13 +94,13 @@ class Composition:
         return config
 
     def _used(self, part: Part) -> DictConfig:
-        """Returns the sections of a part that the schema has: `art backend` ignores `train` in a packaged file."""
+        """Drops a packaged part's unknown sections; `art backend`, for example, ignores `train`."""
         used = [key for key in part.body if key in self.schema.model_fields]
         is_packaged = part.file is not None and part.file.is_relative_to(packaged("configs"))
         return OmegaConf.masked_copy(part.body, used) if is_packaged and used else part.body
 
     def _merge(self, config: DictConfig, part: DictConfig) -> None:
-        """Merges `part` over `config`. Keys of another variant than the one that `part` names are forgotten."""
+        """Merges `part` over `config`. A section for another variant is replaced."""
         here, there = _variants(config), _variants(part)
         for group in self.groups:
             if group in here and group in there and here[group] != there[group]:
@@ -110,8 +110,7 @@ class Composition:
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def _split(self, overrides: Sequence[Override]) -> tuple[dict[str, str], list[Setting]]:
-        """Returns {group: chosen option} and the values. `judge.name=ruler` and `judge={name: ruler}` are choices
-        too."""
+        """Returns {group: option} and the values. `judge.name=ruler` and `judge={name: ruler}` also choose options."""
         chosen: dict[str, str] = {}
         settings: list[Setting] = []
         for override in overrides:
@@ -129,14 +128,14 @@ class Composition:
         return known, settings
 
     def _has_files(self, key: str) -> bool:
-        """Whether the key is a folder of options, beside the file (`experiment`) or packaged (`hardware`)."""
+        """Returns True for a folder with options, such as `experiment` or the packaged `hardware`."""
         return GROUP.fullmatch(key) is not None and bool(self.options.files(key))
 
     def _named_in(self, config: DictConfig) -> dict[str, str]:
-        """Removes each section that is only a name from `config`, and returns these names as {group: option}."""
+        """Removes plain names (`engine: embedded`) from `config`, and returns them as {group: option}."""
         named = {}
         for group in self.groups:
-            # _resolve reports `???` and what cannot be interpolated
+            # _resolve reports `???` and failed interpolations
             with contextlib.suppress(OmegaConfBaseException, RecursionError):
                 if isinstance(config.get(group), str):
                     named[group] = config.pop(group)
@@ -149,7 +148,7 @@ class Composition:
         return option in there_are
 
     def _replace_sections(self, config: DictConfig, chosen: Mapping[str, str], *, place: str | None) -> None:
-        """Replaces whole sections by the chosen options, which were chosen at `place`, or in the sections if None."""
+        """Replaces whole sections by chosen options. `place` defaults to each section's location."""
         sections = {group: option for group, option in chosen.items() if group in self.schema.model_fields}
         if not sections:
             return
@@ -179,7 +178,7 @@ class Composition:
                 for below in [join(key, name) for name in value] if isinstance(value, dict) else [key]:
                     self._drop_other_names(config, below)
                 OmegaConf.update(config, key, value, merge=True, force_add=True)
-        except Exception as error:  # the boundary to OmegaConf, which may raise anything for a hostile key
+        except Exception as error:  # OmegaConf may raise anything for an odd key
             message = "nothing there to remove" if setting.is_removed else " ".join(str(error).split())
             self.problems.append(Problem(key, COMMAND_LINE, message))
             return
@@ -187,7 +186,7 @@ class Composition:
             self.places.put(below, COMMAND_LINE)
 
     def _drop_other_names(self, config: DictConfig, key: str) -> None:
-        """Removes the files' values of the key under its other names, because the command line wins."""
+        """Removes a file's value under an old name of the key, because the command line wins."""
         section, _, name = key.rpartition(".")
         names = {"base_url", *OLD_NAMES}
         if name not in names or not isinstance(there := OmegaConf.select(config, section), DictConfig):
@@ -199,7 +198,7 @@ class Composition:
                 del there[other]
 
     def _resolve(self, config: DictConfig) -> dict[str, Any]:
-        """Returns the plain dict. A value that is `???` or cannot be interpolated becomes null, and a problem."""
+        """Returns the plain dict. `???` and failed interpolations become null and are added to `problems`."""
         voided: set[str] = set()
         while True:
             try:
@@ -222,20 +221,20 @@ class Composition:
         self.problems.append(self._problem(key, message))
 
     def _problem(self, key: str, message: str) -> Problem:
-        """Returns the problem at `key`, which OmegaConf writes with brackets around list indices."""
+        """Converts OmegaConf's list indices in brackets to dots."""
         dotted = key.replace("[", ".").replace("]", "")
         return Problem(dotted, self.places.of(dotted), message)
 
 
 def _variants(config: DictConfig) -> dict[str, str]:
-    """Returns the variant that each section names."""
+    """Returns the sections' variant names."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
     named = {group: section.get("name") for group, section in plain.items() if isinstance(section, dict)}
     return {group: name for group, name in named.items() if isinstance(name, str)}
 
 
 def _why(error: InterpolationResolutionError) -> str:
-    """Returns the reason without OmegaConf's text around it. Example: "Environment variable 'HOST' not found"."""
+    """Extracts the reason from OmegaConf's message. Example: "Environment variable 'HOST' not found"."""
     if str(error).startswith("RecursionError"):
         return "this interpolation leads back to itself"
     return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])

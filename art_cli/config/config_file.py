@@ -21,18 +21,18 @@ from art_cli.runtime.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 256 * 1024  # largest size of a file; the largest recipe has 2 KiB
-MAX_DEPTH = 40  # levels of nesting; Hydra and OmegaConf take about ten Python frames for each level
+MAX_BYTES = 256 * 1024  # the largest recipe has 2 KiB
+MAX_DEPTH = 40  # OmegaConf uses about ten Python frames per level
 
-# Numbers that YAML 1.1 reads otherwise than people do: 010 is octal, 1:30 and 12:30:45 are in base 60.
+# Surprising numbers in YAML 1.1: 010 is octal, 1:30 and 12:30:45 are in base 60.
 _OTHER_BASE = re.compile(r"[-+]?(0[0-7_]*[0-7][0-7_]*|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 WORDS = ("yes", "no", "on", "off")  # YAML 1.1 reads these as true and false
-KINDS = {"null": "null", "bool": "true or false", "int": "a number", "float": "a number"}  # types of a bare key
+KINDS = {"null": "null", "bool": "true or false", "int": "a number", "float": "a number"}  # types of unquoted keys
 MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file in UTF-8, or in the encoding of its byte order mark. Raises ConfigError."""
+    """Reads UTF-8, or the encoding in the byte order mark. Raises ConfigError."""
     try:
         status = path.stat()
         if stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES:
@@ -47,7 +47,7 @@ def read_text(path: Path) -> str:
 
 
 def read_document(path: Path) -> DictConfig:
-    """Returns the file's mapping with unresolved interpolations, empty for an empty file. Raises ConfigError."""
+    """Returns the file's mapping with unresolved interpolations. Raises ConfigError."""
     text, shown = read_text(path), show(path)
     try:
         _check_shape(text, shown)
@@ -58,18 +58,14 @@ def read_document(path: Path) -> DictConfig:
         raise ConfigError([bad_yaml(error, path)]) from error
     except RecursionError as error:
         raise _refused(path, "an anchor in it contains itself") from error
-    except (
-        OmegaConfBaseException,
-        ValueError,
-        AssertionError,
-    ) as error:  # OmegaConf asserts that the root is a mapping
+    except (OmegaConfBaseException, ValueError, AssertionError) as error:  # OmegaConf asserts a mapping
         raise _refused(path, " ".join(str(error).split()) or "expected 'key: value' lines") from error
     assert isinstance(body, DictConfig), body
     return body
 
 
 def bad_yaml(error: yaml.YAMLError, path: Path) -> Problem:
-    """Returns the parser's error as a problem with file and line."""
+    """Converts the parser's error to a problem with file and line."""
     mark = getattr(error, "problem_mark", None)
     file = Path(mark.name) if mark is not None and Path(mark.name).is_file() else path
     place = f"{show(file)}:{mark.line + 1}" if mark is not None else f"{show(file)}:1"
@@ -112,13 +108,13 @@ def _a_directory(path: Path) -> str:
 
 
 def _check_shape(text: str, shown: str) -> None:
-    """Raises ConfigError if the text is nested too deeply or is no mapping, yaml.YAMLError if it is no YAML."""
+    """Raises ConfigError for deep nesting or a document without a mapping, yaml.YAMLError for invalid YAML."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         place = f"{shown}:{event.start_mark.line + 1 if event.start_mark else 1}"
         if depth == 0 and isinstance(event, yaml.NodeEvent) and not isinstance(event, yaml.MappingStartEvent):
             kind = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a single value"
-            if getattr(event, "value", None) != "":  # a file with only comments has one empty scalar
+            if getattr(event, "value", None) != "":  # comments alone are an empty scalar
                 raise ConfigError([Problem("", place, f"expected 'key: value' lines, not {kind}")])
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
@@ -126,7 +122,7 @@ def _check_shape(text: str, shown: str) -> None:
 
 
 def _problems_below(node: yaml.Node | None, key: str, shown: str) -> Iterator[Problem]:
-    """Yields a problem for each key that is no text, and for each interpolation that OmegaConf cannot read."""
+    """Yields problems for keys that are not text, surprising numbers, and unreadable interpolations."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             below, place = join(key, str(name.value)), f"{shown}:{name.start_mark.line + 1}"

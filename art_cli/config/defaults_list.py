@@ -1,9 +1,9 @@
-"""Expands the defaults list of a configuration file, in Hydra's syntax, with OmegaConf.
+"""Expands a configuration file's defaults list, in Hydra's syntax, with OmegaConf.
 
-An item of the list is another file (`base`), an option of a group (`loss: dapo`), or `_self_`, the position of the file
-itself. An option is a YAML file in a folder next to the configuration (`loss/mine.yaml`), a packaged file
-(`configs/hardware/h100.yaml`), or a variant of the schema. Its values go to the group's section, or to the section in
-`# @package SECTION` at the top of the option's file; `_global_` is the root. Files may have defaults lists too.
+List items are files (`base`), options (`loss: dapo`), and `_self_` for the values in the listing file. An option is a
+user's YAML file (`loss/mine.yaml`), a packaged file (`configs/hardware/h100.yaml`), or a schema variant. Its values
+belong to the group's section, unless the file starts with `# @package SECTION`; `_global_` is the root. Files can have
+defaults lists, too.
 """
 
 import re
@@ -28,14 +28,14 @@ class DefaultsError(Exception):
 
 
 class Options:
-    """The options of a configuration in `directory`: files next to it, packaged files, and the schema's variants."""
+    """The available options: files in the user's directory, packaged files, and schema variants."""
 
     def __init__(self, directory: Path, schema: Schema) -> None:
         self.directory, self.schema = directory, schema
         self._folders = (directory, packaged("configs"))
 
     def file(self, name: str) -> Path | None:
-        """Returns the path of "GROUP/OPTION". A file of the user hides a packaged file of the same name."""
+        """Returns the path of "GROUP/OPTION". The user's files hide packaged files."""
         files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in self._folders)
         return next((file for file in files if file.exists()), None)
 
@@ -51,10 +51,10 @@ class Options:
 class Part(NamedTuple):
     """A mapping to merge. Example: Part("loss", {"loss": {"name": "gspo"}}, "loss", Path("loss/mine.yaml"))."""
 
-    group: str  # folder of the file, or group of the variant; "" for a file next to the configuration
+    group: str  # the file's folder, or the variant's group; "" is the user's directory
     body: DictConfig  # already below the package
     package: str  # dotted key; "" is the root
-    file: Path | None  # None for a variant of the schema, and for a list that is not from a file
+    file: Path | None  # None for schema variants
 
 
 class _Item(NamedTuple):
@@ -66,22 +66,22 @@ class _Item(NamedTuple):
 
 
 class DefaultsList:
-    """Expands one list. `chosen` are the options from the command line, which replace options in the list."""
+    """Expands one list. `chosen`, from the command line, replaces listed options."""
 
     def __init__(self, options: Options, chosen: Mapping[str, str]) -> None:
         self.options = options
         self._chosen = {group: [option] for group, option in chosen.items()}
         self._appended = [group for group in chosen if group not in options.schema.model_fields]
-        self._overrides: set[str] = set()  # groups of the `override` items
-        self._seen: set[str] = set()  # groups that a list names
+        self._overrides: set[str] = set()  # groups in `override` items
+        self._seen: set[str] = set()  # groups in the expanded lists
 
     def expand(self, body: DictConfig, file: Path | None) -> list[Part]:
-        """Returns the parts in merge order. Chosen groups that are neither listed nor a section come last.
+        """Returns the parts in merge order. Chosen groups that are neither listed nor sections come last.
 
         Raises DefaultsError, and ConfigError for a file that cannot be read.
         """
         known: dict[str, list[str]] | None = None
-        while known != self._chosen:  # an `override` also applies to the files that were expanded before it
+        while known != self._chosen:  # an `override` also changes earlier items
             known = self._chosen
             self._seen.clear()
             parts = self._expand(body, file, "", "", ())
@@ -104,7 +104,7 @@ class DefaultsList:
         self._overrides |= overrides.keys()
         self._chosen = overrides | self._chosen
         parts: list[Part] = []
-        for item in reversed(items):  # so that the last `override` of a group wins
+        for item in reversed(items):  # the last `override` wins
             if item.group == SELF:
                 parts.insert(0, Part(folder, _below(package, body), package, file))
             elif not item.is_override:
@@ -114,7 +114,7 @@ class DefaultsList:
     def _of(
         self, item: _Item, folder: str, above: str, trail: tuple[Path, ...], listed: Mapping[str, str]
     ) -> list[Part]:
-        """Returns the parts of one item. `folder` and `above` are the folder and the package of the list's file."""
+        """Expands one item; `folder` and `above` are the listing file's folder and package."""
         key = _key(item, folder)
         group = key.partition("@")[0]
         if group.partition("/")[0] == "hydra":
@@ -145,7 +145,7 @@ class DefaultsList:
     def _file(
         self, file: Path | None, body: DictConfig, item: _Item, above: str, trail: tuple[Path, ...], *, folder: str
     ) -> list[Part]:
-        """Returns the parts of a file, or of a variant, that an item names."""
+        """Expands a file or variant."""
         relative = item.group.lstrip("/")
         place = relative.rpartition("/")[0] if item.options is None else relative
         given = item.package if item.package is not None else _header(file)
@@ -154,7 +154,7 @@ class DefaultsList:
 
 
 def _items(body: DictConfig) -> list[_Item]:
-    """Returns the items of a file's list, with `_self_` at the end if the list lacks it. Raises DefaultsError."""
+    """Returns the list's items; `_self_` is last by default. Raises DefaultsError."""
     plain: Any = OmegaConf.to_container(body, resolve=False)
     listed = plain.get("defaults") or []
     if not isinstance(listed, list):
@@ -184,13 +184,13 @@ def _key(item: _Item, folder: str) -> str:
 
 
 def _header(file: Path | None) -> str | None:
-    """Returns the absolute package that a file's first comment names."""
+    """Returns the absolute package from the file's header."""
     matched = None if file is None else HEADER.match(read_text(file))
     return None if matched is None or matched["package"] == "_group_" else f"_global_.{matched['package']}"
 
 
 def _below(package: str, body: DictConfig) -> DictConfig:
-    """Returns the content of a file, without its list, below a dotted key."""
+    """Nests a file's values, except the defaults list, below a dotted key."""
     content = body.copy()
     content.pop("defaults", None)
     if not package:
@@ -201,6 +201,6 @@ def _below(package: str, body: DictConfig) -> DictConfig:
 
 
 def _join_packages(above: str, package: str) -> str:
-    """Returns the dotted key of a package below another. `_global_` starts from the root."""
+    """Joins dotted keys; `_global_` starts from the root."""
     joined = f"{above}.{package}".rpartition("_global_")[2]
     return ".".join(filter(None, joined.replace("_here_", "").split(".")))

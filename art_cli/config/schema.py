@@ -1,9 +1,8 @@
-"""RunConfig: the whole configuration of a run, made of the sections in sections/. Frozen; unknown keys are errors.
+"""RunConfig, the whole configuration. It is frozen, and unknown keys are errors.
 
-A section that can be one of several (engine, judge, loss, learner, tracker) is a union that `name` discriminates. A key
-that the chosen variant does not have is therefore an error and never a silent no-op. Defaults stand here and in
-sections/, and nowhere else. docs/config.md is made from RunConfig by docs/config.py. The names in `__all__` can be
-imported from here; a file that implements one variant imports its section from sections/.
+Engine, judge, loss, learner and tracker are unions discriminated by `name`, so keys for other variants are errors, too.
+All defaults are here and in sections/. docs/config.py generates docs/config.md from RunConfig. A file that implements
+one variant imports its section from sections/; other files import from this module.
 """
 
 from pathlib import Path
@@ -114,10 +113,10 @@ class RunConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = AutoEngineConfig()
     judge: JudgeConfig = RolloutJudgeConfig()
-    """The default is `none` for a loss that learns from no rewards (distill without a reward_weight)."""
+    """The default is `none` for a loss that uses no rewards (distill with reward_weight 0)."""
     loss: LossConfig = GrpoConfig()
     algorithm: AlgorithmConfig | None = None
-    """A user's algorithm. null: the one that `loss` names."""
+    """Your own algorithm, instead of `loss`. null: `loss`."""
     learner: LearnerConfig = TorchLearnerConfig()
     train: TrainConfig = TrainConfig()
     sft: SftConfig | None = None
@@ -135,7 +134,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _kept_at(cls, data: Any) -> Any:
-        """Replaces `runs: s3://bucket/prefix` by that store and the default directory."""
+        """Replaces `runs: s3://bucket/prefix` by `store` and the default directory."""
         runs = data.get("runs") if isinstance(data, dict) and data.get("store") is None else None
         if not isinstance(runs, str) or not is_address(runs) or problem_of(runs):
             return data
@@ -144,7 +143,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_rewards(cls, data: Any) -> Any:
-        """Sets the judge `none` for a run that names no judge and learns from no rewards."""
+        """Sets the judge `none` if the loss uses no rewards and the file names no judge."""
         loss = data.get("loss") if isinstance(data, dict) and "judge" not in data else None
         rollout = data.get("rollout") if loss is not None else None
         sources = rollout.get("sources") if isinstance(rollout, dict) else None
@@ -160,7 +159,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_endpoint(cls, data: Any) -> Any:
-        """Names the endpoint's own model where there is no `model` section, because a prompt needs no other."""
+        """For a prompt search without a `model` section, uses the endpoint's model."""
         if not isinstance(data, dict) or "model" in data:
             return data
         engine, learner = data.get("engine"), data.get("learner")
@@ -170,7 +169,7 @@ class RunConfig(Section):
 
     @property
     def by_source(self) -> "dict[str, RunConfig]":
-        """The configuration of a run of each source alone, by the source's name; without sources "" is this one."""
+        """Configurations by source, each for a run with only this source; {"": self} without sources."""
         return {name: self._of(name, rollout) for name, rollout in self.rollout.by_source.items()}
 
     def _of(self, name: str, rollout: RolloutConfig) -> "RunConfig":
@@ -184,7 +183,7 @@ class RunConfig(Section):
         return self.model_copy(update=changed)
 
     def key_in(self, source: str, key: str) -> str:
-        """Returns the dotted key at which the value of `key` in a source's configuration stands in this one."""
+        """Maps a key in a source's configuration to the key in this configuration."""
         if not source:
             return key
         section, _, rest = key.removeprefix("rollout.").removeprefix("sampling.").partition(".")
@@ -196,12 +195,12 @@ class RunConfig(Section):
 
     @property
     def learns_by(self) -> LossConfig | AlgorithmConfig:
-        """The section that turns scored groups into a gradient: `algorithm`, or else `loss`."""
+        """The section that turns scored groups into a gradient: `algorithm` or `loss`."""
         return self.algorithm or self.loss
 
 
 def with_base_model(config: RunConfig) -> EngineConfig:
-    """Returns the engine's section, in which a server's base model is model.base unless the section names another."""
+    """Returns the engine section; a server's base model defaults to `model.base`."""
     engine = config.engine
     if not isinstance(engine, TinkerEngineConfig) or engine.base_model is not None:
         return engine

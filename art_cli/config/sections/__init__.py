@@ -1,1 +1,1 @@
-"""The sections of a configuration, a file for each: keys, defaults and what they mean."""
+"""The configuration's sections: keys, defaults and descriptions."""

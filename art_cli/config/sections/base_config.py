@@ -1,4 +1,4 @@
-"""The base class of all sections, and numbers with bounds."""
+"""The base class for all sections, and bounded numbers."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,23 +18,23 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 def _not_true_or_false(value: Any) -> Any:
-    """Returns the value. Raises an error for a bool, which pydantic would take for 0 or 1."""
+    """Rejects bools, which pydantic accepts as 0 or 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("float_type", "true and false are no numbers")
     return value
 
 
 def _is_device(value: str) -> str:
-    """Returns the value. Raises an error if torch has no such device, whatever the machine."""
+    """Rejects names that torch does not know on any machine."""
     if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:[0-9]{1,3})?", value, re.ASCII):
         raise PydanticCustomError("device", "auto, cpu, cuda, or cuda:1 for the second GPU")
     return value
 
 
 MAX_COUNT = 2**31 - 1
-YEAR_S = 31_536_000.0  # longest timeout; event loops refuse timers of 1e308 s
+YEAR_S = 31_536_000.0  # longest timeout; event loops reject 1e308 s
 MAX_PROCESSES = 1024
-MAX_NAME = 200  # characters of a run's name; a file name has 255, and files beside a run add to it
+MAX_NAME = 200  # characters in a run's name; file names have up to 255, and some add a suffix to the run's name
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)]
 Device = Annotated[str, AfterValidator(_is_device)]
@@ -49,7 +49,7 @@ NonNegative = Annotated[Float, Field(ge=0)]
 UnitInterval = Annotated[Float, Field(ge=0, le=1)]
 
 
-OLD_NAMES = {"api_base": "base_url", "url": "base_url"}  # keys of judges and engines until 2026 -> the name of today
+OLD_NAMES = {"api_base": "base_url", "url": "base_url"}  # key in judges and engines until 2026 -> current key
 WeightsAt = Literal["here", "process", "server"]  # this process, a process on this machine, another machine
 
 
@@ -65,7 +65,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_old_names(cls, data: Any) -> Any:
-        """Returns the section with today's name of a server's address. Raises ValueError if it has two of the names."""
+        """Renames old keys for a server's address. Raises ValueError for two of these keys."""
         if not isinstance(data, Mapping) or "base_url" not in cls.model_fields:
             return data
         given = [name for name in ("base_url", *OLD_NAMES) if name in data]
@@ -75,9 +75,9 @@ class Section(BaseModel):
 
 
 class ImportedVariants:
-    """Further variants of a section that `name` chooses, each of which is imported when it is named.
+    """More variants of a section, imported on first use.
 
-    A mark beside a union of the known variants: Annotated[A | B, ImportedVariants(names, section_of)].
+    Annotates a union: Annotated[A | B, ImportedVariants(names, section_of)].
     """
 
     def __init__(self, names: Iterable[str], section_of: Callable[[str], type[Section]]) -> None:

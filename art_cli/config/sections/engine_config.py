@@ -1,7 +1,4 @@
-"""The `engine` and `gateway` sections: the sampler of the policy, one class for each engine, and the capturing proxy.
-
-`gateway` has the address of the proxy, and the files that `art gateway` writes.
-"""
+"""The `engine` section, with one class per engine, and the `gateway` section for the capturing proxy."""
 
 import re
 from pathlib import Path
@@ -44,7 +41,7 @@ class GatewayConfig(Section):
     directory: Path | None = None
     """The directory for trajectories. null: `gateway` in the run's directory."""
     idle_s: Seconds = 1800.0
-    """A conversation ends after so many seconds without a call. A later call starts a new conversation."""
+    """Seconds without a call that end a conversation. A later call starts a new conversation."""
     max_open: PositiveInt = 1000
     """The limit on conversations in memory. Above it, the longest idle conversation ends."""
     max_open_mb: PositiveFloat = 256.0
@@ -59,7 +56,7 @@ class GatewayConfig(Section):
 
 
 class EngineSection(Section):
-    """The section of one engine, with its traits (engines.EngineTraits explains each)."""
+    """An engine's section and traits (see engines.EngineTraits)."""
 
     can_train: ClassVar[bool] = True
     swaps_adapters: ClassVar[bool] = False
@@ -68,17 +65,17 @@ class EngineSection(Section):
 
     @property
     def title(self) -> str:
-        """The name for log lines."""
+        """Name for log lines."""
         return str(getattr(self, "name"))  # noqa: B009
 
     @property
     def server(self) -> tuple[str, str | None] | None:
-        """URL and base model of the server that has the weights, or None if they are on this machine."""
+        """The server with the weights, as (URL, base model). None if this machine has the weights."""
         return None
 
     @property
     def paid_model(self) -> str | None:
-        """The model whose tokens cost money, by the name of its price, or None if there is none."""
+        """Name of the paid model in price tables. None if sampling is free."""
         return None
 
 
@@ -91,7 +88,7 @@ class AutoEngineConfig(EngineSection):
 
 class EmbeddedEngineConfig(EngineSection):
     """Samples in this process with torch on CPU or GPU, and shares the learner's weights. On a CPU, float32 weights up
-    to an eighth of the memory are copied, because a merged copy is up to a third faster."""
+    to an eighth of the memory are copied and merged, which can be a third faster."""
 
     weights = "here"
 
@@ -145,7 +142,7 @@ class AnthropicEngineConfig(EngineSection):
 HostedEngineConfig = OpenAIEngineConfig | AnthropicEngineConfig
 
 
-# The arguments and variables of vLLM that art sets itself -> the configuration key to use instead, if there is one.
+# vLLM arguments that art sets -> configuration key to use instead.
 VLLM_OWN_ARGS = {
     "model": "model.base",
     "dtype": "model.dtype",
@@ -157,7 +154,7 @@ VLLM_OWN_ARGS = {
     **dict.fromkeys(("host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile", "api-key", "config")),
     **dict.fromkeys(("enable-lora", "served-model-name", "logprobs-mode", "generation-config", "headless")),
 }
-# vllm-bnb-plugin 0.0.3 asserts it (quantization/params.py)
+# asserted by vllm-bnb-plugin 0.0.3 (quantization/params.py)
 ONLY_BFLOAT16 = "in 4 bits vLLM computes in bfloat16 only"
 VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
 
@@ -179,10 +176,9 @@ class VllmEngineConfig(EngineSection):
     """vLLM's sleep level while the learner works. 1 moves weights to host memory, 2 drops them, 0 keeps them on the
     GPU. auto: 1 if engine and learner share a GPU, else 0."""
     start_timeout_s: Seconds = 600.0
-    """The longest time from the start to the first answer."""
+    """Time limit for starting."""
     replicas: PositiveInt = 1
-    """The copies of the model, each on as many GPUs as its arguments name (vLLM's data parallel size). A request goes
-    to the least busy copy."""
+    """Number of model copies (vLLM's data parallel size), on separate GPUs. A request goes to the least busy copy."""
     base_url: str | None = None
     """A running vLLM server that can read the run's files: http://127.0.0.1:8000. null: art starts a server."""
     api_key_env: str = "VLLM_API_KEY"
@@ -193,7 +189,7 @@ class VllmEngineConfig(EngineSection):
     @field_validator("base_url", mode="before")
     @classmethod
     def _one_server(cls, url: object) -> object:
-        """The only item of a list, which older configurations may have."""
+        """Accepts a list with one URL, as in older configurations."""
         if not isinstance(url, list):
             return url
         if len(url) != 1:
@@ -258,7 +254,7 @@ class TinkerEngineConfig(EngineSection):
 
 
 class OwnEngineConfig(EngineSection):
-    """Your own engine: a class in a file next to the configuration."""
+    """Your own engine: a Python class."""
 
     name: Literal["entry"]
     entry: str
@@ -271,7 +267,7 @@ class OwnEngineConfig(EngineSection):
         return self.entry
 
 
-# Engines at a foreign address, by name: their models cannot be trained, and can have a prompt in front of them.
+# Engines for foreign endpoints. Their models cannot be trained, but a prompt can be searched for.
 HOSTED: dict[str, type[EngineSection]] = {"openai": OpenAIEngineConfig, "anthropic": AnthropicEngineConfig}
 
 EngineConfig = Annotated[

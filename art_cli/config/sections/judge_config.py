@@ -1,6 +1,6 @@
-"""The `judge` and `shadow` sections: the source of rewards, one class for each judge, and judges beside it.
+"""The `judge` section, with one class per judge, and the `shadow` section.
 
-The scores of shadow judges are recorded beside the trained reward and never trained on.
+Shadow judges' scores are recorded and never trained on.
 """
 
 from pathlib import Path
@@ -34,10 +34,10 @@ class NoiseConfig(Section):
     false_negative: FlipRate | None = None
     """The share of right attempts with a 0."""
     min_reliability: UnitInterval = 0.0
-    """The smallest reliability of a group: the true share of its reward differences. A group at or below it is skipped
-    and counts as without signal. 0 skips groups whose attempts differ no more than votes on the same attempt."""
+    """Groups at or below this reliability are skipped, and count as groups without signal. Reliability is the true
+    share of the reward differences. 0 skips groups with differences that vote noise explains."""
     ask_again: Count = 0
-    """With votes: more rounds of votes before a group is skipped. Each round has as many votes as the first, and all
+    """With votes: extra rounds of votes before skipping a group. Every round has the same number of votes, and all
     votes count."""
 
     @property
@@ -107,13 +107,13 @@ class PriceConfig(Section):
     """Dollars per million completion tokens."""
 
 
-# The judge of a run that names none, and its price. OpenAI names it as the successor of o3, at o3's price to within a
-# quarter. Its agreement with people is not measured here: `art judge --gold` does that on attempts of one's own.
+# The default judge. OpenAI names it as the successor of o3, with a price within 25 % of o3's. Its agreement with people
+# was not measured; `art judge --gold` measures it on your attempts.
 DEFAULT_JUDGE = "openai/gpt-6.1-sol"
 DEFAULT_PRICE = PriceConfig(input=2, output=10)
-RULE = "builtin:rule"  # the model that is no model: it follows rules that the rubric holds
+RULE = "builtin:rule"  # follows rules in the rubric, without a model
 
-# The names in `judge.params` that litellm uses itself, and does not send as fields of the request.
+# Names in `judge.params` that litellm uses itself instead of sending them.
 LITELLM_PARAMS = frozenset(
     {
         *("api_key", "api_base", "api_version", "base_url", "organization", "headers", "extra_headers", "extra_body"),
@@ -123,7 +123,7 @@ LITELLM_PARAMS = frozenset(
 
 
 class JudgeModelConfig(Section):
-    """A model that judges, and how it is reached."""
+    """A judging model and its connection."""
 
     model: str = DEFAULT_JUDGE
     """The model by litellm's name (PROVIDER/MODEL), or with `base_url` by the server's. Providers except OpenAI need
@@ -152,12 +152,12 @@ class JudgeModelConfig(Section):
 
     @property
     def is_rule(self) -> bool:
-        """Whether no model is asked, but rules of the rubric are followed."""
+        """True if the judge follows the rubric's rules without a model."""
         return self.model == RULE
 
     @property
     def needs_litellm(self) -> bool:
-        """Whether the model is asked through litellm. OpenAI's own models and those at a `base_url` are not."""
+        """True for models behind litellm. OpenAI's models and models at a `base_url` are called directly."""
         if self.base_url is not None or self.is_rule:
             return False
         is_plain = self.model.startswith("openai/") and not self.model.startswith("openai/responses/")
@@ -165,7 +165,7 @@ class JudgeModelConfig(Section):
 
 
 def no_litellm(member: JudgeModelConfig) -> str:
-    """Returns the error for a judge that needs litellm, which is not installed."""
+    """Returns the error for a missing litellm."""
     cure = "pip install 'art-cli[litellm]', or name an OpenAI-compatible endpoint in base_url"
     return f"{member.model} is asked through litellm, which is not installed: {cure}"
 
@@ -180,14 +180,13 @@ class RulerJudgeConfig(JudgeModelConfig, ScoringJudgeConfig):
 
     name: Literal["ruler"]
     panel: list[PanelMemberConfig] = []
-    """Several models instead of `model`, each with the keys of a judge's model and a `weight`. The score is the
-    weighted mean."""
+    """Several models instead of `model`, with the same keys and a `weight`. The score is the weighted mean."""
     rubric: Path | None = None
     """A text file with the criteria. null: the packaged rubric."""
     instructions: Path | None = None
     """A text file with the whole system prompt; the rubric replaces `{rubric}`. null: the packaged prompt."""
     votes: PositiveInt = 1
-    """The calls per model, each with attempts in another order and with other ids."""
+    """Calls per model. Every call has a different order of attempts and different ids."""
     aggregate: Literal["mean", "median"] = "mean"
     """Combines the votes to a score."""
     seed: Seed = 0
@@ -201,14 +200,13 @@ class RulerJudgeConfig(JudgeModelConfig, ScoringJudgeConfig):
     attempts: PositiveInt = 3
     """The tries for a usable vote. In each, the model once gets its unusable answer back with the error."""
     retries: Count = 6
-    """The retries of a call after a rate limit, server error, lost connection or deadline."""
+    """Retries after rate limits, server errors, lost connections and timeouts."""
     timeout_s: Seconds = 300.0
     """The time limit for a call."""
     concurrency: PositiveInt = 32
     """The calls in parallel."""
     budget_usd: PositiveFloat | None = None
-    """The limit in dollars. Judging stops before a call that would exceed it, with all verdicts saved. null: no
-    limit."""
+    """Limit in dollars. Judging stops before exceeding it, with all verdicts saved. null: no limit."""
     budget_tokens: PositiveInt | None = None
     """The limit on prompt and completion tokens together. null: no limit."""
     cache: Path | Literal["user"] | None = "user"
@@ -236,14 +234,13 @@ class RewardModelJudgeConfig(ScoringJudgeConfig):
     batch_size: PositiveInt = 8
     """The conversations per forward pass."""
     max_length: PositiveInt | None = None
-    """The limit on a conversation's tokens; only the end of a longer conversation is read. null: the model's context
-    length."""
+    """Limit on tokens. Longer conversations are cut at the start. null: the model's context length."""
     device: Device = "auto"
-    """The torch device. auto: the GPU if there is one."""
+    """The torch device. auto: a GPU if available, else the CPU."""
 
 
 def _own_judge(section: Any) -> Any:
-    """Returns the section with the name `function` if it has an `entry` and no name."""
+    """Adds the name `function` to a section with only an `entry`."""
     is_own = isinstance(section, dict) and "entry" in section and "name" not in section
     return {"name": "function", **section} if is_own else section
 

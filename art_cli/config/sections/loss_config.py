@@ -88,9 +88,9 @@ MeanOver = Literal["trained", "all"]
 
 
 class BaseLossConfig(Section):
-    compares_attempts: ClassVar[bool] = True  # whether an attempt's worth is relative to the others of its group
-    compares_states: ClassVar[bool] = False  # whether it may depend on which replies answered equal states
-    needs_explanations: ClassVar[bool] = False  # whether it learns from the judge's reasons
+    compares_attempts: ClassVar[bool] = True  # advantages are relative to the group
+    compares_states: ClassVar[bool] = False  # advantages may depend on other replies to equal states
+    needs_explanations: ClassVar[bool] = False  # learns from the judge's explanations
 
     kl: NonNegative = 0.0
     """The weight of KL(policy || reference), estimated by k3. The reference is the model without its adapter. 0:
@@ -123,18 +123,18 @@ class BaseLossConfig(Section):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether the loss learns from rewards, so that every attempt must have one."""
+        """True if the loss uses rewards."""
         return True
 
     @property
     def compares_rewards_alone(self) -> bool:
-        """Whether advantages compare a group's rewards and nothing else: equal ones teach nothing, and judge.noise can
-        correct them."""
+        """True if advantages depend only on the group's rewards. Then equal rewards teach nothing, and judge.noise
+        applies."""
         return self.compares_attempts
 
     @property
     def parts(self) -> Collection[str]:
-        """The names of the metrics that rewards are made of; without any, a reward is one number."""
+        """Names of the metrics that form the reward; () for a single number."""
         return ()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
@@ -197,14 +197,12 @@ class DapoConfig(ScaledLossConfig):
 
 
 def _of_tokens(config: BaseLossConfig) -> Iterator[tuple[str, str]]:
-    """Yields the knobs that leave single tokens out, where they cannot: a ratio of whole samples moves all tokens."""
+    """Yields settings that mask tokens, for losses with one ratio per sample."""
     if config.clip_cov is not None:
         yield "clip_cov", "leaves single tokens out, and here the ratio of a whole sample moves them all; try kl_cov"
     if isinstance(config.off_policy, IcepopConfig | DppoConfig):
-        yield (
-            "off_policy",
-            "leaves single tokens out, and here the ratio of a whole sample moves them all; try truncate",
-        )
+        why = "leaves single tokens out, and here the ratio of a whole sample moves them all"
+        yield "off_policy", f"{why}; try truncate"
 
 
 class GspoConfig(ScaledLossConfig):
@@ -252,7 +250,7 @@ class TeacherConfig(Section):
     tinker`, a base model on the server or saved weights (tinker://...)."""
     base_url: str | None = None
     """The teacher's server: http://127.0.0.1:8000/v1 for vLLM, or http://10.0.0.7:8100 for the Tinker protocol. null:
-    the model is loaded on the learner's device, next to the policy."""
+    the teacher is loaded on the learner's device."""
     protocol: Literal["vllm", "tinker"] = "vllm"
     """The server's protocol. tinker: `art backend`'s; needs the extra art-cli[tinker]."""
     api_key_env: str | None = None
@@ -261,7 +259,7 @@ class TeacherConfig(Section):
     timeout_s: Seconds = 120.0
     """The time limit for a request."""
     retries: Count = 5
-    """The retries of a request after a rate limit, server error, lost connection or deadline."""
+    """Retries after rate limits, server errors, lost connections and timeouts."""
     concurrency: PositiveInt = 16
     """The requests in parallel."""
 
@@ -293,10 +291,8 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
         if "scale_advantages" in self.model_fields_set and not self.needs_rewards:
-            yield (
-                "scale_advantages",
-                "used with loss.reward_weight above 0 only: the teacher's advantages are not scaled",
-            )
+            why = "the teacher's advantages are not scaled"
+            yield "scale_advantages", f"used with loss.reward_weight above 0 only: {why}"
 
 
 class DistillConfig(TaughtLossConfig):
@@ -341,7 +337,7 @@ class PpoConfig(ClippedLossConfig):
             yield "value_coefficient", "used with loss.value_trunk=true only; else set loss.value_learning_rate"
 
 
-EXPERIMENTS = {  # name -> the algorithm, whose `section` has its options; imported when it is named
+EXPERIMENTS = {  # name -> algorithm, imported on first use; its `section` has the options
     "gigpo": "art_cli.learners.algorithms.gigpo:Gigpo",
     "gagpo": "art_cli.learners.algorithms.gagpo:Gagpo",
     "maxrl": "art_cli.learners.algorithms.maxrl:Maxrl",

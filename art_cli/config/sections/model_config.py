@@ -8,12 +8,12 @@ from pydantic import Field, field_serializer, field_validator
 from art_cli.config.sections.base_config import PositiveInt, Section
 
 BUILTIN_MODELS = ("tiny", "smollm2-135m")  # the functions of models/builtin_models.py, "_" written as "-"
-RECORDED = "art_cli.builtin_models"  # their module in the bases that runs record; older runs go on by it
+RECORDED = "art_cli.builtin_models"  # module name in the records of runs; older runs resume with it
 TEMPLATE = Path(__file__).parents[2] / "models" / "builtin_chat_template.jinja"
 
 
 def entry_of(base: str) -> str:
-    """Returns the base, for "builtin:tiny" the entry of the function that builds it. Raises ValueError if none does."""
+    """Maps "builtin:tiny" to the function that builds the model. Raises ValueError for an unknown built-in model."""
     family, _, name = base.partition(":")
     if family != "builtin":
         return base
@@ -56,12 +56,12 @@ class ModelConfig(Section):
     @field_validator("chat_template")
     @classmethod
     def _find_template(cls, path: Path | None) -> Path | None:
-        """Returns the file, for "builtin" the packaged one."""
+        """Maps "builtin" to the packaged file."""
         return TEMPLATE if path == Path("builtin") else path
 
     @field_serializer("chat_template")
     def _name_template(self, path: Path | None) -> Path | None:
-        """Returns "builtin" for the packaged file, because another machine has it at another path."""
+        """Maps the packaged file to "builtin", because its path differs between machines."""
         return Path("builtin") if path == TEMPLATE else path
 
     @field_validator("base")

@@ -1,7 +1,6 @@
-"""The `rollout` section: the agent, its scenarios, sampling and limits, and the cluster that plays it.
+"""The `rollout` section: the agent, scenarios, sampling, limits, and the cluster for rollouts.
 
-`scenarios`, the source of scenarios, is a section of `eval` too. `rollout.cluster` names a cluster of machines on which
-rollouts are played. With `rollout.sources` there are several agents, each with its scenarios.
+`scenarios` is also a section in `eval`. `rollout.sources` defines several agents, with separate scenarios.
 """
 
 import math
@@ -34,8 +33,8 @@ from art_cli.config.sections.base_config import (
 )
 from art_cli.config.sections.judge_config import ScoringJudge, ShadowName
 
-MAX_RESOURCE = 1e6  # largest amount of one resource for one process
-# What of Ray's runtime_env is set here, and where the user sets it instead.
+MAX_RESOURCE = 1e6  # largest amount per process
+# Keys in Ray's runtime_env that art sets -> what the user sets instead.
 OWN_RUNTIME_ENV = {
     "working_dir": "the config's directory is sent; rollout.cluster.exclude leaves files out",
     "excludes": "set rollout.cluster.exclude",
@@ -126,21 +125,18 @@ class RayClusterConfig(Section):
 
 
 def cluster_conflicts(*, processes: int | None, python: Path | None, entry: str | None) -> Iterator[tuple[str, str]]:
-    """(key, message) for each setting of a rollout that contradicts its cluster. `processes` is None if not set."""
+    """Yields (key, message) for rollout settings that contradict a cluster. `processes` defaults to None."""
     if processes == 0:
         yield "processes", "with rollout.cluster the function runs on other machines; leave one of them out"
     if python is not None:
-        yield (
-            "python",
-            "names a Python of this machine, and with rollout.cluster Ray's Python on each node runs the function; "
-            "name its packages in rollout.cluster.runtime_env: {pip: [...]}",
-        )
+        why = "names a Python of this machine, and with rollout.cluster Ray's Python on each node runs the function"
+        yield "python", f"{why}; name its packages in rollout.cluster.runtime_env: {{pip: [...]}}"
     file = (entry or "").rpartition(":")[0]
     if file.endswith(".py") and (Path(file).is_absolute() or ".." in Path(file).parts):
         yield "entry", f"{file} is not in the config's directory, which alone is sent to the nodes of rollout.cluster"
 
 
-SAVED = ("state.json", "dataset_dict.json")  # one of them is in each directory that a dataset was saved to
+SAVED = ("state.json", "dataset_dict.json")  # files in a saved dataset's directory
 
 
 class ScenariosConfig(Section):
@@ -151,8 +147,8 @@ class ScenariosConfig(Section):
     """A file (JSON lines, CSV, Parquet, SQLite, DuckDB), a `save_to_disk` directory from the library datasets, a
     Hugging Face hub dataset, or "file.py:function" that returns an iterable of objects with an `id`."""
     columns: dict[str, str] = {}
-    """A scenario's keys with their columns: {id: number, question: text}. Without an `id`, a hash of the scenario is
-    its id. {}: all columns."""
+    """Maps scenario keys to columns: {id: number, question: text}. `id` defaults to a hash of the scenario. {}: all
+    columns."""
     query: str | None = None
     """A SELECT for a SQLite or DuckDB file, opened read-only. It makes the table's columns."""
     timeout_s: Seconds = 60.0
@@ -176,12 +172,12 @@ class ScenariosConfig(Section):
 
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> Any:
-        """Dumps a source alone as it was written, so that the records of older runs stay the same."""
+        """Dumps a plain source as text, as in the records of older runs."""
         return self.source if self == ScenariosConfig(source=self.source) else dump(self)
 
 
 def _by_source(value: Any) -> Any:
-    """Returns the section for a source that stands alone."""
+    """Converts a plain source to a section."""
     is_alone = isinstance(value, str | int | float) and not isinstance(value, bool)
     return {"source": value} if is_alone else value
 
@@ -190,12 +186,12 @@ Scenarios = Annotated[ScenariosConfig, BeforeValidator(_by_source)]
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether it is a directory that `save_to_disk` of the library datasets wrote."""
+    """Returns True for a directory written by `save_to_disk` (library datasets)."""
     return any((path / name).is_file() for name in SAVED)
 
 
-MAX_AT_ONCE = 1024  # most rollouts at once with `concurrency: auto`; each may hold a sandbox or a connection
-MAX_REFILL = 100.0  # further groups per group of the plan
+MAX_AT_ONCE = 1024  # limit for `concurrency: auto`; a rollout may use a sandbox or a connection
+MAX_REFILL = 100.0  # extra groups per planned group
 
 
 class SamplingConfig(Section):
@@ -219,7 +215,7 @@ class ReplayConfig(Section):
     """Replay: training on groups of earlier steps again, with importance weights."""
 
     share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
-    """The share of a step's groups that come from earlier groups with signal."""
+    """The share of replayed groups in a step. Only groups with signal are replayed."""
     max_age: PositiveInt = 8
     """The oldest group's age in steps."""
 
@@ -240,12 +236,12 @@ class EnvironmentConfig(Section):
 
 
 def _by_its_name(value: Any) -> Any:
-    """Returns the section for an environment or a cluster whose name stands alone."""
+    """Converts an environment's or a cluster's plain name to a section."""
     return {"name": value} if isinstance(value, str) else value
 
 
 def _check_agent(agent: "SourceConfig | RolloutConfig") -> None:
-    """Raises ValueError if there is not exactly one agent, or it has no scenarios."""
+    """Raises ValueError unless there is exactly one agent with scenarios."""
     if [agent.entry, agent.command, agent.environment].count(None) != 2:
         raise ValueError(
             "set exactly one of 'entry' (a Python function), 'command' (an external program) and 'environment' "
@@ -256,7 +252,7 @@ def _check_agent(agent: "SourceConfig | RolloutConfig") -> None:
 
 
 class SourceConfig(Section):
-    """One source of groups: an agent with its scenarios. What it leaves out is that of `rollout`, or of `judge`."""
+    """One source of groups: an agent with scenarios. Missing settings are taken from `rollout` and `judge`."""
 
     weight: PositiveFloat = 1.0
     """The source's share of the groups, relative to the other weights."""
@@ -273,7 +269,7 @@ class SourceConfig(Section):
     scenarios: Scenarios | None = None
     """As `rollout.scenarios`."""
     eval_scenarios: Scenarios | None = None
-    """The scenarios for evaluations, instead of `eval.scenarios`. null: the share `eval.held_out` of its scenarios."""
+    """The scenarios for evaluations. null: the share `eval.held_out` of `scenarios`."""
     judge: ScoringJudge | None = None
     """The judge for its groups, written like the section `judge`. null: the section `judge`."""
     max_tokens: PositiveInt | None = None
@@ -299,7 +295,7 @@ class SourceConfig(Section):
         return self
 
 
-OF_SOURCES = ("entry", "command", "environment", "scenarios")  # keys that `rollout` leaves to its sources
+OF_SOURCES = ("entry", "command", "environment", "scenarios")  # keys for sources instead of `rollout`
 
 
 class RolloutConfig(Section):
@@ -314,8 +310,8 @@ class RolloutConfig(Section):
     """An external program instead of `entry`. It reads the scenario from standard input and writes a JSON line. Its
     environment has OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, and the same three for ANTHROPIC."""
     env: VariableNames = []
-    """Names of more environment variables for `command`. It gets these and the usual variables (PATH, HOME, LANG, ...);
-    all others, such as keys, are withheld."""
+    """Names of more environment variables for `command`. The usual variables (PATH, HOME, LANG, ...) are always passed;
+    keys, for example, are not."""
     environment: EnvironmentConfig | None = None
     """A ready-made environment instead of `entry` and `scenarios` (docs/environments.md). A name alone means {name:
     ...}."""
@@ -362,7 +358,7 @@ class RolloutConfig(Section):
 
     @property
     def by_source(self) -> "dict[str, RolloutConfig]":
-        """The rollout of each source alone, by name and in its order; that of a run without sources is ""."""
+        """Rollout sections by source, sorted by name; {"": self} without sources."""
         return {name: self._of(source) for name, source in sorted(self.sources.items())} or {"": self}
 
     def _of(self, source: SourceConfig) -> "RolloutConfig":
@@ -373,22 +369,22 @@ class RolloutConfig(Section):
 
     @property
     def longest_answer(self) -> int:
-        """The largest number of tokens that one attempt may sample, of any source."""
+        """Limit on the sampled tokens per attempt, over all sources."""
         return max(each.max_turns * each.sampling.max_tokens for each in self.by_source.values())
 
     @property
     def most_at_once(self) -> int:
-        """The largest number of rollouts that are played at once."""
+        """Limit on concurrent rollouts."""
         return MAX_AT_ONCE if self.concurrency == "auto" else self.concurrency
 
     @property
     def num_spare(self) -> int:
-        """The largest number of further groups in a step, rounded up, so that a share above 0 is at least one group."""
+        """Limit on extra groups per step, rounded up to at least 1 for a share above 0."""
         return math.ceil(round(self.refill * self.groups_per_step, 6))
 
     @property
     def num_replays(self) -> int:
-        """The largest number of groups of earlier steps that a step trains on again, rounded up."""
+        """Limit on replayed groups per step, rounded up."""
         if self.replay is None:
             return 0
         wanted = math.ceil(round(self.replay.share * self.groups_per_step, 6))
@@ -406,7 +402,7 @@ class RolloutConfig(Section):
 
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Dumps no `sources` where there are none, so that the records of such runs stay the same."""
+        """Omits an empty `sources`, as in the records of older runs."""
         dumped: dict[str, Any] = dump(self)
         if not self.sources:
             dumped.pop("sources", None)

@@ -1,4 +1,4 @@
-"""The `tracker` section: receivers of metrics besides metrics.jsonl, one class for each tracker."""
+"""The `tracker` section: other receivers for metrics, with one class per tracker."""
 
 from typing import Annotated, Literal
 
@@ -24,7 +24,7 @@ class WandbTrackerConfig(Section):
     mode: Literal["online", "offline"] = "online"
     """offline: sends nothing, and needs neither key nor network."""
     checkpoint_every: Count = 0
-    """Sends a checkpoint as an artifact every so many steps, and the last. 0: none."""
+    """Interval in steps for sending checkpoints as artifacts. Also sends the last checkpoint. 0: never."""
 
 
 class TensorBoardTrackerConfig(Section):
@@ -38,12 +38,12 @@ class MlflowTrackerConfig(Section):
 
     name: Literal["mlflow"]
     url: str | None = None
-    """The tracking server or database. null: MLFLOW_TRACKING_URI, else the SQLite file `mlflow.db` next to the run's
-    directory."""
+    """The tracking server or database. null: MLFLOW_TRACKING_URI or, if unset, the SQLite file `mlflow.db` in the
+    directory for runs."""
     experiment: str = "art"
     """The MLflow experiment, created if missing."""
     checkpoint_every: Count = 0
-    """Stores a checkpoint as an artifact every so many steps, and the last. 0: none."""
+    """Interval in steps for storing checkpoints as artifacts. Also stores the last checkpoint. 0: never."""
 
 
 class TrackioTrackerConfig(Section):
@@ -85,7 +85,7 @@ class OwnTrackerConfig(Section):
     """Your own tracker: a class with log, log_trajectories and close (art_cli.reports.trackers.Tracker)."""
 
     name: Literal["entry"]
-    """The name may be left out beside `entry`."""
+    """Optional."""
     entry: str
     """The class "file.py:Class", called as Class(run, **options) (docs/other-tools.md)."""
     options: dict[str, JsonValue] = {}

@@ -1,8 +1,4 @@
-"""The `train`, `sft`, `eval`, `stop` and `learner` sections: training, warm-up, evaluation, stop rules, the trainer.
-
-A rule of `stop` pauses a run, or warns, by any metric, by its hours, or by its cost. `learner` has one class for each
-learner.
-"""
+"""The `train`, `sft`, `eval`, `stop` and `learner` sections. `learner` has one class per learner."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,16 +28,16 @@ MAX_NODES = 256
 
 class BaseLearnerConfig(Section):
     trains_weights: ClassVar[bool] = True  # False: a step changes the prompt
-    imports_first: ClassVar[bool] = False  # True: it patches torch and transformers when it is imported
+    imports_first: ClassVar[bool] = False  # True: its import patches torch and transformers
     device: Device = "auto"
-    """The torch device. auto: the GPU if there is one."""
+    """The torch device. auto: a GPU if available, else the CPU."""
     micro_batch_tokens: PositiveInt | None = None
     """The tokens per forward pass. More tokens need more memory; the gradient is the same. null: 8192 on a GPU, and
     1024 on a CPU, where more is slower (but enough for a tree)."""
     gradient_checkpointing: bool | PositiveInt | Literal["auto"] = "auto"
     """true: activations are recomputed in the backward pass, with far less memory and a third more time. A number: only
-    in forward passes with that many tokens or more. auto: on a GPU the tokens whose activations fill half of the free
-    memory; on a CPU false. The gradient is the same."""
+    in forward passes with at least this number of tokens. auto: on a GPU, when activations fill half of the free
+    memory; on a CPU, false. The gradient is the same."""
     offload_optimizer: bool = False
     """true: AdamW's state is in host memory, and the CPU computes updates. It saves 8 bytes of GPU memory per trained
     weight. The update is the same."""
@@ -49,29 +45,28 @@ class BaseLearnerConfig(Section):
     """tree: shared tokens are computed once. rows: a row per sample. auto: tree if it saves some percent, which is
     nearly always. The gradient is the same."""
     processes: Annotated[PositiveInt, Field(le=MAX_PROCESSES)] = 1
-    """The processes that share an update's packs and shard the model (FSDP2), each on its own GPU, or all on the CPU.
-    The gradient is the same. With several, the engine has a separate copy of the weights."""
+    """Number of processes that share an update's packs and shard the model (FSDP2), with one GPU per process, or on the
+    CPU. The gradient is the same. With several, the engine has a separate copy of the weights."""
     nodes: Annotated[PositiveInt, Field(le=MAX_NODES)] = 1
-    """The machines that share an update's packs, each with `processes` processes. This machine is the first; the others
-    run `art join CONFIG`. The gradient is the same."""
+    """The machines that share an update's packs, each with `processes` processes. The others run
+    `art join CONFIG`. The gradient is the same."""
     rendezvous: str | None = None
     """HOST:PORT where nodes meet: an address of the machine with `art train`, and a free port. Used with `nodes` above
     1."""
     shard: Literal["node", "all"] = "node"
-    """The processes that share a copy of the model. node: each node holds the whole model; only gradients cross the
-    network. all: one copy over all nodes, for a model larger than a node; every layer's weights cross the network in
-    each pass."""
+    """The sharding of the model. node: every node has the whole model, and only gradients cross the network. all: all
+    nodes share one copy, for models larger than a node; every pass sends all weights over the network."""
     join_timeout_s: Seconds = 600.0
     """The longest wait for other nodes."""
 
     @property
     def num_ranks(self) -> int:
-        """The number of processes on all machines together."""
+        """Number of processes on all machines."""
         return self.nodes * self.processes
 
     @property
     def weights(self) -> WeightsAt:
-        """The place of the weights that it trains."""
+        """Place of the trained weights."""
         return "here" if self.num_ranks == 1 else "process"
 
     @field_validator("rendezvous")
@@ -104,16 +99,21 @@ class UnslothLearnerConfig(BaseLearnerConfig):
     name: Literal["unsloth"]
 
 
-class TinkerLearnerConfig(Section):
-    """The server in `engine: tinker` trains the weights."""
+class _NoTorchLearnerConfig(Section):
+    """A learner that does not train in processes on this machine."""
 
-    device: ClassVar[str] = "auto"  # where a policy is loaded all the same, as `art export` does
+    device: ClassVar[str] = "auto"  # for other uses of the model, such as `art export`
     processes: ClassVar[int] = 1
     nodes: ClassVar[int] = 1
     num_ranks: ClassVar[int] = 1
+    imports_first: ClassVar[bool] = False
+
+
+class TinkerLearnerConfig(_NoTorchLearnerConfig):
+    """The server in `engine: tinker` trains the weights."""
+
     weights: ClassVar[WeightsAt] = "server"
     trains_weights: ClassVar[bool] = True
-    imports_first: ClassVar[bool] = False
 
     name: Literal["tinker"]
 
@@ -131,17 +131,12 @@ class TinkerLearnerConfig(Section):
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]
 
 
-class PromptLearnerConfig(Section):
+class PromptLearnerConfig(_NoTorchLearnerConfig):
     """The policy is a prompt: a step is a round of reflective prompt search, and no weight changes. It works with any
     engine, also with endpoints that cannot be trained (docs/prompt.md)."""
 
-    device: ClassVar[str] = "auto"  # where the engine's model is loaded, if it is one of this machine
-    processes: ClassVar[int] = 1
-    nodes: ClassVar[int] = 1
-    num_ranks: ClassVar[int] = 1
-    weights: ClassVar[WeightsAt] = "process"  # the engine has them alone
+    weights: ClassVar[WeightsAt] = "process"  # the engine's
     trains_weights: ClassVar[bool] = False
-    imports_first: ClassVar[bool] = False
 
     name: Literal["prompt"]
     parts: dict[PartName, Path] = {}
@@ -164,7 +159,7 @@ class PromptLearnerConfig(Section):
 
     @property
     def member(self) -> JudgeModelConfig | None:
-        """The model that reflects, or None if it is the judge's."""
+        """The reflecting model. None: the judge's model."""
         if self.model is None:
             return None
         keys = ("model", "base_url", "api_key_env", "params", "price")
@@ -210,13 +205,13 @@ class StopRule(Section):
     """The rule fires when the metric is below this."""
     below_best_by: PositiveFloat | None = None
     """The rule fires when the metric is this much or more below its best value in the run. With `for_steps`, means over
-    so many steps are compared."""
+    this number of steps are compared."""
     for_steps: PositiveInt = 1
     """The steps in a row (for `eval.` metrics evaluations) in which the metric must be above or below. Steps without
     the metric do not count."""
     parts_from: ShadowName | None = None
-    """A judge in the `shadow` section. The rule fires when the reward parts from its score, by a sequential test
-    against the first ten steps that is wrong in 1 % of runs or fewer."""
+    """A judge in the `shadow` section. The rule fires when reward and shadow score diverge. The sequential test
+    compares later steps with steps 1 to 10, with a false alarm in at most 1 % of runs."""
     hours: PositiveFloat | None = None
     """The rule fires after the step in which all starts together exceed these hours."""
     usd: PositiveFloat | None = None
@@ -225,9 +220,9 @@ class StopRule(Section):
     usd_per_hour: NonNegative = 0.0
     """The machine's price per hour, which `usd` then includes."""
     then: Literal["pause", "warn"] = "pause"
-    """pause: the run ends with its checkpoint and exit code 1, and the same command resumes it. The rule then starts
-    over: it counts later steps only, or the same hours or dollars again. warn: logs a warning each time the rule begins
-    to hold."""
+    """pause: the run saves a checkpoint and ends with exit code 1; running the command again resumes it. The rule then
+    starts over: it counts later steps only, or the same hours or dollars again. warn: logs a warning each time the rule
+    begins to hold."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
@@ -319,7 +314,7 @@ class TrainConfig(Section):
 
     @property
     def rate(self) -> float:
-        """The learning rate once it is decided (loop/decide.py)."""
+        """The learning rate; loop/decide.py replaces "auto" before."""
         assert self.learning_rate != "auto", "train.learning_rate is decided when the base model is known"
         return self.learning_rate
 
@@ -364,12 +359,12 @@ class SftConfig(Section):
     eval_demos: str | None = None
     """Examples for measuring the loss, never trained on, written like `demos`."""
     held_out: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of `demos` for measuring the loss, never trained on, instead of `eval_demos`. A hash of the transcript,
-    or of the attempt's scenario id, selects it."""
+    """The share of `demos` for measuring the loss, never trained on, instead of `eval_demos`. A hash of the transcript
+    or scenario id selects it."""
     eval_every: PositiveInt | None = None
     """The updates between evaluations. The first and last weights are always evaluated. null: an epoch."""
     patience: PositiveInt | None = None
-    """Stops after this many evaluations without a lower loss, and keeps the best evaluation's weights. null: makes all
+    """Stops after this many evaluations without improvement, and keeps the best evaluated weights. null: makes all
     updates and keeps the last weights."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
