@@ -1,8 +1,8 @@
-"""The commands: the table of their names, and the options and findings that several of them share.
+"""Command names, shared options, and findings.
 
 The command `art X` is the function `run` of `cli/X.py`; MODULES has the exceptions. Its parameters are the
-arguments and options, and its docstring is the help. The help imports the module, so a module imports anything heavy
-inside its functions.
+arguments and options, and its docstring is the help text. To keep `--help` fast, modules import heavy packages inside
+functions.
 """
 
 import json
@@ -27,26 +27,26 @@ NAMES = (
     *("import", "checkpoints", "environments", "scenarios", "doctor"),
 )
 
-MODULES = {"import": "import_traces", "log": "export_log"}  # `import` is a word of Python, and log.py another module
+MODULES = {"import": "import_traces", "log": "export_log"}  # commands with other file names
 
 
 def records(text: str) -> Path:
-    """Returns the named path, or for an address (s3://bucket/mine) that of a local copy without weights."""
+    """Parses a path. For an address (s3://bucket/mine), downloads everything except weights and returns the copy."""
     return _at_hand(text, "records")
 
 
 def policy(text: str) -> Path:
-    """Returns the same, with the checkpoints that a command may take and the base model."""
+    """Like `records`, with the selectable checkpoints and the base model."""
     return _at_hand(text, "policy")
 
 
 def everything(text: str) -> Path:
-    """Returns the same, with all checkpoints."""
+    """Like `records`, with all checkpoints."""
     return _at_hand(text, "everything")
 
 
 def named_policy(text: str) -> str:
-    """Returns `[NAME=]CHECKPOINT` with the path of its local copy in place of an address."""
+    """Replaces the address in `[NAME=]CHECKPOINT` by the path of a local copy."""
     name, separator, target = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
     return f"{name}{separator}{policy(target)}" if "://" in target else text
 
@@ -94,7 +94,7 @@ class Finding(NamedTuple):
     is_good: bool
     message: str
     cure: str = ""
-    is_missing: bool = False  # True: the part is optional and not installed, which is no fault
+    is_missing: bool = False  # True for an optional package that is not installed
 
     @property
     def state(self) -> str:
@@ -102,14 +102,14 @@ class Finding(NamedTuple):
 
 
 def which_checkpoint(is_best: bool, is_last: bool) -> "Which":
-    """Returns the choice of a run's checkpoint by --best and --last. Raises UsageError if both are given."""
+    """Maps --best and --last to a checkpoint choice. Raises UsageError for both."""
     if is_best and is_last:
         raise UsageError("--best and --last: one at a time")
     return "best" if is_best else "newest" if is_last else "offered"
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
-    """Prints a line for each finding and another for its cure ("!": a doubt), or all findings as one JSON list."""
+    """Prints findings and cures as lines ("!" marks a doubt), or as a JSON list."""
     if as_json:
         sys.stdout.write(json.dumps([finding._asdict() | {"state": finding.state} for finding in findings]) + "\n")
         return
@@ -118,4 +118,4 @@ def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
     for finding, word in zip(findings, words, strict=True):
         cure = f"\n{'':{width}s} {'':10s} -> {finding.cure}" if finding.cure else ""
         sys.stdout.write(printable_lines(f"{word:{width}s} {finding.name:10s} {finding.message}{cure}\n"))
-    sys.stdout.flush()  # into a pipe, too, line by line
+    sys.stdout.flush()  # also into pipes

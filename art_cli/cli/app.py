@@ -1,8 +1,7 @@
 """The command line: imports the module of the called command, and reports every failure as one line.
 
-Each command is defined in `cli/<name>.py`. Nothing heavy is imported here, so that help is printed at once. A failure
-that a user can act on becomes a line on standard error and an exit code. Anything else is a bug, which becomes one line
-too, with the traceback under --verbose.
+Each command is defined in `cli/<name>.py`. This module imports nothing heavy, so help is fast. A user's mistake becomes
+a line on standard error and an exit code. A bug also becomes one line; --verbose adds the traceback.
 """
 
 import atexit
@@ -42,15 +41,15 @@ from art_cli.runtime.errors import (
     printable_lines,
 )
 
-MAX_ERROR = 4_000  # largest number of characters in an error's line; a file name or a provider's words may be longer
+MAX_ERROR = 4_000  # characters in an error line; file names and provider messages can be longer
 
-MAX_FILES = 65_536  # largest soft limit of open files that a command sets; programs that close all of them stay quick
+MAX_FILES = 65_536  # highest soft limit on open files; child programs that close every descriptor stay fast
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Typer's commands by name, each made when it is looked up, so that no command waits for the imports of others."""
+    """Typer's commands by name, created on lookup so that other commands' modules are not imported."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in cli.NAMES:
@@ -70,7 +69,7 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class LazyGroup(TyperGroup):
-    """The group `art`, with `LazyCommands` as its commands."""
+    """The group `art` with `LazyCommands`."""
 
     def __init__(self, **knobs: Any) -> None:
         super().__init__(**knobs | {"commands": LazyCommands()})
@@ -80,21 +79,21 @@ app = typer.Typer(cls=LazyGroup, **PLAIN)
 
 
 def main() -> NoReturn:
-    """Runs the command line of this process and ends the process with its exit code."""
-    for name in ("stdout", "stderr"):  # None where the caller has closed it
+    """Runs this process's command line, and exits with the command's code."""
+    for name in ("stdout", "stderr"):  # None if the caller closed the stream
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the output's encoding lacks becomes a question mark
-        with contextlib.suppress(OSError):  # a stream that was handed on may refuse
+    if isinstance(sys.stdout, io.TextIOWrapper):  # unencodable letters become question marks
+        with contextlib.suppress(OSError):  # an inherited stream may refuse
             sys.stdout.reconfigure(errors="replace")
     _raise_file_limit()
     code = run(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all work is done, so Ctrl-C ends Python's clean-up at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all work is done; Ctrl-C may end the clean-up
     try:
         sys.stdout.flush()
-    except OSError as error:  # the interpreter must not flush again when it ends
-        if not isinstance(error, BrokenPipeError):  # that of a reader who is gone needs no word
+    except OSError as error:  # the interpreter must not flush again at exit
+        if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe
             sys.stderr.writelines(f"{line}\n" for line in report(error)[0])
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
@@ -102,8 +101,8 @@ def main() -> NoReturn:
 
 
 def _raise_file_limit() -> None:
-    """Raises the soft limit of open files. macOS has 256, Debian 1,024, and each attempt may need several."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+    """Raises the soft limit on open files (macOS: 256, Debian: 1,024). An attempt may need several files."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not available on Windows
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -113,10 +112,10 @@ def _raise_file_limit() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends the process, even while threads still compute. They may be loading a model that is no longer needed.
+    """Ends the process, even if threads are busy, for example with loading an unneeded model.
 
-    Daemon threads outlive the interpreter by a moment. A thread that returns from torch in that moment would abort the
-    process, so the process ends before.
+    Exits directly if daemon threads are running, because a thread that returns from torch during interpreter shutdown
+    aborts the process.
     """
     if any(thread.daemon for thread in threading.enumerate()):
         atexit._run_exitfuncs()
@@ -127,7 +126,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command line, reports a failure, and returns the exit code. `--verbose` may be anywhere in it."""
+    """Runs a command line, reports failures, and returns the exit code. `--verbose` may be anywhere."""
     is_verbose = "--verbose" in arguments
     rest = [argument for argument in arguments if argument != "--verbose"]
     code: Any
@@ -138,7 +137,7 @@ def run(arguments: Sequence[str]) -> int:
                 "Python runs without docstrings, which transformers needs: unset PYTHONOPTIMIZE, or drop -OO"
             )
         code = app(rest or ["--help"], prog_name="art", standalone_mode=False)
-    except KeyboardInterrupt:  # Typer handles only the Ctrl-C that comes while a command runs
+    except KeyboardInterrupt:  # Typer handles Ctrl-C only during a command
         code = 130
     except Exception as error:
         if is_verbose:
@@ -146,13 +145,13 @@ def run(arguments: Sequence[str]) -> int:
         lines, failure = report(error)
         sys.stderr.writelines(f"{line}\n" for line in lines)
         return failure
-    if code == 130:  # Typer returns 130 for Ctrl-C too
+    if code == 130:  # Typer's code for Ctrl-C
         sys.stderr.write("interrupted\n")
     return code if isinstance(code, int) else 0
 
 
 def report(error: Exception) -> tuple[list[str], int]:
-    """Returns the lines that report a failure, and the exit code. No text of a file or model can break a line."""
+    """Returns printable lines for a failure, and the exit code."""
     lines, code = _lines(error)
     return [printable(with_documents(line), limit=MAX_ERROR) for line in lines], code
 
@@ -163,7 +162,7 @@ def _lines(error: Exception) -> tuple[list[str], int]:
             return [str(error)], error.exit_code
         case ConfigError():
             return [f"error: {problem}" for problem in error.problems], error.exit_code
-        case UsageError() | EngineError() | LearnerError():  # these may have several lines: a process's last log lines
+        case UsageError() | EngineError() | LearnerError():  # may include a process's last log lines
             return [f"error: {line}" for line in str(error).split("\n")], error.exit_code
         case ArtError():
             return [f"error: {error}"], error.exit_code
@@ -187,14 +186,14 @@ def _lines(error: Exception) -> tuple[list[str], int]:
             return [f"error: {error.filename or 'operating system'}: {reason}"], 1
     text = " ".join(str(error).split())
     if "KeyboardInterrupt" in text or isinstance(error.__cause__, KeyboardInterrupt):
-        return ["interrupted"], 130  # pydantic turns a Ctrl-C during an import into an error with this text
+        return ["interrupted"], 130  # pydantic converts a Ctrl-C during imports
     where = traceback.extract_tb(error.__traceback__)[-1]
     bug = f"error: this is a bug in art: {type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
     return [f"{bug}; run it again with --verbose for the traceback"], 1
 
 
 def _extra_of(package: str) -> str | None:
-    """Returns the extra of art-cli that installs the package, or None if there is none."""
+    """Returns the extra of art-cli with the package."""
     from art_cli.cli.doctor import EXTRAS
 
     return next((extra for extra, (packages, _) in EXTRAS.items() if package in packages), None)
@@ -214,7 +213,7 @@ def _version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(add_help_option=False)  # Typer's own help option imports pydantic, which doubles the time of any help
+@app.callback(add_help_option=False)  # Typer's help option imports pydantic, which doubles the time for help
 def art(
     verbose: Annotated[bool, Option("--verbose", help="More log lines, and tracebacks; goes anywhere.")] = False,
     version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,

@@ -1,4 +1,4 @@
-"""`art backend`: trains adapters and samples from them for clients of the Tinker protocol on other machines."""
+"""`art backend`: a server for the Tinker protocol, which trains adapters and samples from them."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ def run(
     drain_s: Drain = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Train and sample by the Tinker protocol.
+    """Serve the Tinker protocol.
 
     \b
     art backend --base Qwen/Qwen3-8B              on the machine with the GPU
@@ -56,18 +56,17 @@ def run(
     ART_API_KEY=tml-... art backend --base Qwen/Qwen3-8B --host 0.0.0.0
 
     \b
-    A client is the tinker SDK (0.24.1 or later), tinker-cookbook, or any other program that speaks it:
+    Clients are the tinker SDK (0.24.1 or later), tinker-cookbook, and other programs:
       TINKER_BASE_URL=http://127.0.0.1:8100 TINKER_API_KEY=tml-... python their_script.py
-    The SDK takes only keys that begin with tml-. Without a key on the server, any such key will do.
+    SDK keys begin with tml-. If the server has no key, clients can use any key.
 
-    All clients share one base model, and each trains its own adapters. Checkpoints are written to
-    DIR/RUN/weights/NAME, which art serve and art export take, and are still there after a restart. SIGTERM and
-    Ctrl-C let running work end. docs/backend.md has the rest, and files that start
-    it by SkyPilot, Kubernetes, Slurm and Modal.
+    Clients share the base model and train separate adapters. Checkpoints are written to DIR/RUN/weights/NAME, for art
+    serve and art export, and survive restarts. SIGTERM and Ctrl-C finish running work. See docs/backend.md, also for
+    SkyPilot, Kubernetes, Slurm and Modal.
     """
     from art_cli.tinker.client.remote_server import load_sdk
 
-    load_sdk()  # its messages are the server's; without it one line names the extra
+    load_sdk()  # the server uses the SDK's message types; a missing SDK is one line with the extra
     from art_cli.chat.api_keys import check_exposure, read_keys
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
@@ -102,7 +101,7 @@ def run(
 
 
 def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
-    """Returns the model, engine and learner of the file and overrides. Raises UsageError if no model is named."""
+    """Loads model, engine and learner. Raises UsageError without a model, and for unusable settings."""
     from art_cli.config.compose import load_backend
 
     has_file = bool(arguments) and "=" not in arguments[0]
@@ -124,27 +123,23 @@ def _load(arguments: list[str], base: str | None) -> "LoadedBackend":
 
 
 def _choose_engine(loaded: "LoadedBackend") -> "EngineConfig":
-    """Returns the engine. Raises UsageError for one that cannot hold the policies of several clients."""
+    """Returns the engine. Raises UsageError if the engine cannot load several adapters."""
     from art_cli.config.schema import AutoEngineConfig, EmbeddedEngineConfig, VllmEngineConfig
 
     engine, is_unsloth = loaded.engine, loaded.learner.name == "unsloth"
     if isinstance(engine, AutoEngineConfig):
         return VllmEngineConfig(name="vllm") if is_unsloth else EmbeddedEngineConfig()
     if isinstance(engine, EmbeddedEngineConfig) and is_unsloth:
-        raise UsageError(
-            "engine: embedded cannot sample from a model that Unsloth loaded: engine=vllm, or learner=torch"
-        )
+        raise UsageError("engine: embedded cannot sample from Unsloth's model: engine=vllm, or learner=torch")
     if not isinstance(engine, EmbeddedEngineConfig | VllmEngineConfig):
-        raise UsageError(
-            f"engine: {engine.name}: clients' adapters are loaded beside each other: engine=embedded or vllm"
-        )
+        raise UsageError(f"engine: {engine.name} cannot load several adapters: engine=embedded or vllm")
     if isinstance(engine, VllmEngineConfig) and engine.sleep in (1, 2):
         raise UsageError("engine.sleep: samples are drawn while the learner works, so vLLM never sleeps here")
     return engine
 
 
 def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int) -> "Base":
-    """Returns the base model without an adapter. Raises UsageError if it cannot be loaded."""
+    """Loads the base model. Raises UsageError on failure."""
     from art_cli.config.schema import BaseLearnerConfig
     from art_cli.models.base_source import find_base
     from art_cli.models.loading import load_weights
@@ -189,7 +184,7 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
 
 
 def _greet(root: str, name: str, key: Key | None, as_json: bool) -> None:
-    """Prints the address and a command that connects to it."""
+    """Prints the address and a connecting command."""
     if as_json:
         sys.stdout.write(json.dumps({"url": root, "base_model": name}) + "\n")
     else:

@@ -1,4 +1,4 @@
-"""`art check`: a preflight that changes nothing and prints its findings, each with its cure."""
+"""`art check`: a read-only preflight that prints findings and cures."""
 
 import sys
 from typing import Annotated
@@ -18,13 +18,13 @@ def run(
 ) -> None:
     """Try everything a run needs, once.
 
-    Composes the configuration, loads the model, plays a rollout twice, takes an update, asks the judge. Each finding
-    is printed when it is known, with its cure. Changes nothing.
+    Composes the configuration, loads the model, plays a rollout twice, takes an update, asks the judge. Prints findings
+    and cures. Changes nothing.
 
     \b
     art check config.yaml
     art check config.yaml hardware=h100     with a packaged starting point (docs/config.md)
-    art check config.yaml --show            what the model said, where the reward is 0 (docs/zero.md)
+    art check config.yaml --show            both conversations; useful if rewards are 0 (docs/zero.md)
     art check config.yaml --no-judge        only estimates the cost of asking the judge
     """
     from art_cli.config.compose import load_config
@@ -46,7 +46,7 @@ def run(
         if as_json:
             print_findings([Finding("config", False, str(error))], as_json)
         raise
-    from art_cli.cli.preflight.preflight import Preflight  # seconds of imports, so the first finding comes before it
+    from art_cli.cli.preflight.preflight import Preflight  # takes seconds, so the first finding is printed before
 
     with scratch("check") as directory:
         preflight = Preflight(loaded, directory, asks_judge)
@@ -56,12 +56,12 @@ def run(
                 if not as_json:
                     print_findings([finding])
         finally:
-            if as_json:  # one list, also of an interrupted check
+            if as_json:  # also after an interruption
                 print_findings(findings, as_json)
             preflight.close()
         if has_conversations:
             played = [each for part in preflight.parts.values() for each in part.played]
             sys.stdout.write(printable_lines("".join(f"\n{whole_text(each)}" for each in played)))
         bad = [finding.name for finding in findings if not finding.is_good]
-        if bad:  # raised inside the block, so that a log file which a finding names is kept
+        if bad:  # inside the block, to keep log files named in findings
             raise ArtError(f"{config}: not ready: {', '.join(bad)}")

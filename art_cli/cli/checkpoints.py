@@ -1,4 +1,4 @@
-"""`art checkpoints`: lists a run's checkpoints and whether they are usable; prunes, forks and imports them."""
+"""`art checkpoints`: lists, prunes, forks and imports a run's checkpoints."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def run(
     art checkpoints runs/mine --prune --keep 2
     art checkpoints runs/mine --fork mine-again --step 40     then: art train config.yaml name=mine-again
     art checkpoints runs/new --import adapter                 then: art train config.yaml name=new
-    art checkpoints runs --find 9f3c01d2                      in all runs there; a beginning of 8 digits is enough
+    art checkpoints runs --find 9f3c01d2                      searches all runs; 8 digits are enough
     """
     from art_cli.runs import run_checkpoints
     from art_cli.runs.run_dir import RunDir
@@ -81,7 +81,7 @@ def run(
 
 
 def _find(root: Path, digest: str, as_json: bool) -> None:
-    """Says which runs and steps have the digest. Raises RunError if there is none."""
+    """Prints runs and steps with the digest. Raises RunError if nothing matches."""
     from art_cli.runs import run_checkpoints
 
     if not re.fullmatch("[0-9a-f]{8,64}", digest):
@@ -96,7 +96,7 @@ def _find(root: Path, digest: str, as_json: bool) -> None:
 
 
 def _base_finder(base: str) -> Callable[[Path], str]:
-    """Returns a function that finds the base model, or builds it in a given directory."""
+    """Returns a function that finds the base model, or builds one in its argument."""
 
     def find(built: Path) -> str:
         from art_cli.models.base_source import find_base
@@ -107,7 +107,7 @@ def _base_finder(base: str) -> Callable[[Path], str]:
 
 
 def _place(run: Path, name: str) -> Path:
-    """Returns the new run's directory: beside the old run if `name` is a bare name, else the path `name`."""
+    """Returns the new run's directory. A bare name is a sibling of the old run."""
     return run.resolve().parent / name if Path(name).name == name else Path(name)
 
 

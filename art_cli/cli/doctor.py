@@ -1,8 +1,7 @@
-"""`art doctor`: the parts that work on this machine, and the commands that install the others. Changes nothing.
+"""`art doctor`: shows working parts, and commands for installing missing parts. Changes nothing.
 
-A part that is not installed is no fault; its line has its purpose and its command. A part that is installed and does
-not work is a fault, and the exit code is 1. API keys are looked up by name, and their values are never shown.
---bundle writes what a bug report needs into one file: these lines, the packages, and how a run's logs begin.
+The exit code is 1 if an installed part does not work. Missing optional parts are not errors. Values of API keys are
+never printed. --bundle writes a bug report: findings, packages, and the first part of a run's logs.
 """
 
 import os
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from art_cli.loop.engine_choice import Machine
 
 BASE = ("typer", "pydantic", "hydra-core", "omegaconf", "openai", "aiohttp", "msgspec", "starlette", "uvicorn")
-EXTRAS = {  # extra -> (the packages that it installs, what it is for)
+EXTRAS = {  # extra -> (packages, purpose)
     "train": (("torch", "transformers", "peft", "safetensors", "numpy"), "training, and the embedded engine"),
     "litellm": (("litellm",), "judges of other providers than OpenAI, and prices"),
     "vllm": (("vllm",), "the vLLM engine, on a GPU"),
@@ -51,7 +50,7 @@ EXTRAS = {  # extra -> (the packages that it installs, what it is for)
 }
 KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "LANGFUSE_SECRET_KEY")
 GIB = 1024**3
-LOG_HEAD = 2**16  # bytes at the beginning of a log that a bug report gets
+LOG_HEAD = 2**16  # bytes of each log in a bug report
 
 
 def run(
@@ -61,7 +60,7 @@ def run(
     ] = None,
     run_directory: Annotated[Path | None, Option("--run", metavar="DIR", help="The run with the logs.")] = None,
 ) -> None:
-    """Show what works here, and what to install."""
+    """Check this machine's installation."""
     findings = list(examine())
     print_findings(findings, as_json)
     if bundle is not None:
@@ -98,8 +97,7 @@ def _check_machine() -> Finding:
 
 
 def check_gpu(python: Path | None = None) -> Iterator[Finding]:
-    """Yields findings about an NVIDIA GPU if there is one: driver, free memory, and what compiles kernels here and in
-    the engine's `python`."""
+    """Yields findings about NVIDIA GPUs: driver, memory, and the compilers for kernels here and in `python`."""
     if not gpus.has_nvidia(os.environ):
         return
     memory = "; ".join(gpus.cards()) or "unknown, because nvidia-smi does not work"
@@ -125,14 +123,14 @@ def _check_extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
     versions = ", ".join(f"{name} {_version(name)}" for name in modules)
     try:
         detail = PROOFS[extra]() if extra in PROOFS else ""
-    except Exception as error:  # an installed package may raise anything when it is used; that is the finding
+    except Exception as error:  # a broken package may raise anything
         line = " ".join(str(error).split())[:200]
         return Finding(extra, False, f"{versions}: {type(error).__name__}: {line}", f"{cure} with its constraints")
     return Finding(extra, True, versions + detail)
 
 
 def _prove_train() -> str:
-    """Tries the needs of training: a product on the device, and the imports of the classes that load a model."""
+    """Multiplies matrices on the device, and imports the model classes."""
     torch = import_module("torch")
     import_module("peft")
     assert import_module("transformers").AutoModelForCausalLM
@@ -151,8 +149,8 @@ PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 
 def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
-    """Returns the engine and learner that `auto` chooses here for a LoRA on a published model, with the reasons."""
-    from art_cli.loop.engine_choice import Machine, choose_engine
+    """Yields the automatic engine and learner for a LoRA on a published model, with reasons."""
+    from art_cli.loop.engine_choice import Machine, choose, engine_facts
 
     machine = machine or Machine()
     choice = choose_engine(machine)
@@ -177,7 +175,7 @@ def _check_keys() -> Finding:
 
 
 def _write_bundle(path: Path, findings: list[Finding], run: Path | None) -> None:
-    """Writes the findings, the packages and the heads of a run's logs, with every secret as ***."""
+    """Writes findings, packages and the first part of a run's logs, without secrets."""
     from art_cli.runs.durable import write_file
     from art_cli.runtime.secrets import find_secrets, load_environment
 
@@ -188,7 +186,7 @@ def _write_bundle(path: Path, findings: list[Finding], run: Path | None) -> None
     lines = [f"{each.state} {each.name}: {each.message}" for each in findings]
     lines += ["", *sorted({f"{each.metadata['Name']}=={each.version}" for each in distributions()}, key=str.lower)]
     found = root.glob("logs/*.log" if run else "runs/*/logs/*.log")
-    logs = [log for log in found if log.is_file() and log.resolve() == log]  # a link may lead to any file
+    logs = [log for log in found if log.is_file() and log.resolve() == log]  # no links to other files
     newest = max(logs, key=lambda log: log.stat().st_mtime).parent if logs else None
     for log in sorted(log for log in logs if log.parent == newest):
         with log.open("rb") as file:

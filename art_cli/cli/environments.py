@@ -1,4 +1,4 @@
-"""`art environments`: the environments that need no code, and the packages that they need."""
+"""`art environments`: lists ready-made environments and their packages."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from typer import Argument, Option
 from art_cli.cli import Json
 from art_cli.runtime.errors import printable
 
-WIDTH = 160  # characters of a line; --json has all of them
+WIDTH = 160  # characters per line; --json prints full texts
 
 
 def run(
@@ -20,10 +20,10 @@ def run(
     python: Annotated[Path | None, Option("--python", metavar="DIR", help="A Python, as rollout.python.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the environments that need no code.
+    """List ready-made environments.
 
-    Each line is a name for rollout.environment and what it is, or why it cannot be played here. A library that is not
-    installed is one line with the command that installs it. Games are tried out, which takes some seconds.
+    Prints names for rollout.environment with descriptions or problems, and commands for installing missing libraries.
+    Games are started once, which takes some seconds.
 
     \b
     art environments
@@ -42,7 +42,7 @@ def run(
 
 
 def _lines(look: dict[str, Any]) -> list[str]:
-    """Yields one line for the library and one for each environment."""
+    """Returns a line for the library and lines for its environments."""
     if look["problem"]:
         return [f"{look['library']}: {look['about']}; {look['problem']}"]
     playable = sum(not each["problem"] for each in look["environments"])

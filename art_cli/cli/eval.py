@@ -1,4 +1,4 @@
-"""`art eval`: plays the evaluation scenarios with each policy, compares them, and checks the gates on the last one."""
+"""`art eval`: plays the evaluation scenarios with several policies, compares them, and checks gates."""
 
 import contextlib
 import json
@@ -14,11 +14,11 @@ from typer.core import TyperCommand
 from art_cli.cli import Config, Json, Junit, Last, Link, Markdown, Overrides, policy, which_checkpoint
 from art_cli.runtime.errors import GateError, RolloutError, UsageError, printable_lines
 
-ORDER = "art.eval.order"  # key of the options in their order
+ORDER = "art.eval.order"  # key for the order of options
 
 
 class InOrder(TyperCommand):
-    """The command `eval`, which compares policies in the order of its options, whichever they are."""
+    """The command `eval`, with --checkpoint and --endpoint in their common order."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [word.partition("=")[0] for word in args]
@@ -52,16 +52,16 @@ def run(
 ) -> None:
     """Compare policies; gate on the result.
 
-    Plays the evaluation scenarios with each and compares it with the first that the command names, scenario by
-    scenario.
+    Plays the evaluation scenarios with every policy, and compares the others with the first, scenario by scenario.
+    Gates apply to the last policy.
 
     \b
     art eval config.yaml --checkpoint runs/mine --gate 'reward>=0.8'
     art eval config.yaml --checkpoint runs/a --checkpoint runs/b --endpoint gpt-6.1-sol@https://api.openai.com/v1
     art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward>=baseline-0.02'
     art eval config.yaml --checkpoint base --checkpoint runs/mine --gate 'reward.low>=baseline' --markdown eval.md
-    art eval config.yaml --checkpoint runs/weights --checkpoint runs/prompt      what was trained, and a prompt
-    art eval config.yaml --checkpoint 'runs/sweep-*'          a table over a sweep, the best run on top
+    art eval config.yaml --checkpoint runs/weights --checkpoint runs/prompt      trained weights, and a prompt
+    art eval config.yaml --checkpoint 'runs/sweep-*'          a table for a sweep, best run first
     """
     from art_cli.cli import eval_comparison
     from art_cli.config.compose import load_config
@@ -125,7 +125,7 @@ def run(
 
 
 def _refuse_missed(missed: Sequence[Exception]) -> None:
-    """Raises GateError with all missed gates, or the first gate that cannot be meant; nothing if none was missed."""
+    """Raises GateError with all missed gates, or UsageError for an invalid gate."""
     for error in missed:
         if len(missed) == 1 or isinstance(error, UsageError):
             raise error

@@ -1,8 +1,8 @@
-"""The comparison of `art eval`: plays the evaluation scenarios with each policy, and compares them.
+"""Comparison for `art eval`: plays the evaluation scenarios with several policies.
 
-A policy is a checkpoint of weights or of a prompt, a run (its best evaluated checkpoint, or its newest), the base model
-("base", or RUN/base), each run in a directory of runs, or a model at any OpenAI-compatible endpoint. Each plays the
-same scenarios, so differences are paired. The others are compared with the first policy.
+A policy is a checkpoint (weights or prompt), a run, the base model ("base" or RUN/base), or a model at an
+OpenAI-compatible endpoint. A directory of runs means every run. All policies play the same scenarios, so differences to
+the first policy are paired.
 """
 
 import logging
@@ -56,32 +56,32 @@ from art_cli.serving.served_policies import engine_config
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1  # version of the JSON that `art eval --json` prints
+SCHEMA = 1  # version of the output of `art eval --json`
 SETTINGS = "settings.json"
 DECIDING = {"entry", "command", "environment", "max_turns", "limit_reward", "sampling"}  # keys of `rollout`
 CHECKPOINT, ENDPOINT = "--checkpoint", "--endpoint"
 Values = dict[str, dict[str, float]]  # metric -> scenario id -> value
-FIRST = ("reward", "failed")  # the metrics that are listed before all others
-DETAILS = frozenset((*COUNTS, "num_prompt", "num_completion"))  # metrics that --verbose shows
-SUMMARY_FROM = 3  # number of policies from which a summary, one line for each, comes before the details
-NAME_WIDTH = 40  # characters of a policy's name; of a longer name the end is shown
+FIRST = ("reward", "failed")  # listed before other metrics
+DETAILS = frozenset((*COUNTS, "num_prompt", "num_completion"))  # metrics for --verbose
+SUMMARY_FROM = 3  # smallest number of policies with a summary
+NAME_WIDTH = 40  # characters per policy name; longer names are cut at the start
 
 
 class Player(NamedTuple):
-    """One policy, and the configuration to play it with."""
+    """A policy and its configuration."""
 
     loaded: LoadedConfig
     source: PolicySource
 
     @property
     def price(self) -> Price | None:
-        """The price of the endpoint's tokens, or None if the engine has no paid model or its price is unknown."""
+        """Token price of the endpoint. None if sampling is free, or the price is unknown."""
         engine = self.loaded.config.engine
         return find_price(JudgeModelConfig(model=engine.paid_model)) if engine.paid_model else None
 
     @property
     def address(self) -> str:
-        """A digest of the endpoint's, or "" if the engine loads checkpoints."""
+        """Digest of the endpoint's address; "" if the engine loads checkpoints."""
         return own_model(self.loaded.config.engine, self.loaded.directory)
 
 
@@ -91,7 +91,7 @@ class Row(NamedTuple):
     policy: str
     metric: str
     value: Estimate
-    difference: Estimate | None  # against the first policy; None for the first itself
+    difference: Estimate | None  # to the first policy
 
     def as_json(self) -> dict[str, object]:
         difference = self.difference and self.difference._asdict()
@@ -107,11 +107,10 @@ def find_players(
     is_trusted: bool = False,
     order: Sequence[str] = (),
 ) -> dict[str, Player]:
-    """Returns the players by policy name. Endpoints are written MODEL@URL. Raises UsageError.
+    """Returns the players by policy name. Endpoints have the form MODEL@URL. Raises UsageError.
 
-    `order`: the options as they stand in the command line, one for each checkpoint and endpoint; without it the
-    endpoints come last.
-    `is_trusted`: a prompt that was searched for an endpoint may send calls and their key to the address in its run.
+    `order`: the option names, for example ["--endpoint", "--checkpoint"]. By default, endpoints are last.
+    `is_trusted`: allows calls with the user's key to the endpoint in a prompt's run.
     """
     is_foreign = not engine_traits(loaded.config.engine, loaded.directory).can_train
     expanded = [_expand(named) for named in checkpoints]
@@ -135,7 +134,7 @@ def find_players(
             raise UsageError(f"--endpoint {endpoint!r}: expected MODEL@URL, for example gpt-6.1-sol@https://host/v1")
         engine = OpenAIEngineConfig(name="openai", base_url=url, model=model)
         config = loaded.config.model_copy(update={"engine": engine})
-        name = endpoint if model in players else model  # two addresses may have models of one name
+        name = endpoint if model in players else model  # the same model name at another address
         if name in players:
             raise UsageError(f"--endpoint: {name} is named twice; leave one of them out")
         players[name] = Player(replace(loaded, config=config), PolicySource(None, 0))
@@ -144,7 +143,7 @@ def find_players(
 
 
 def _in_order(names: Sequence[str], numbers: Mapping[str, Sequence[int]], order: Sequence[str]) -> list[str]:
-    """Returns the names, those of all checkpoints before those of all endpoints, in the order of their options."""
+    """Sorts the names (checkpoints, then endpoints) into the order of the options."""
     first = {CHECKPOINT: 0, ENDPOINT: sum(numbers[CHECKPOINT])}
     left, found = {option: list(its) for option, its in numbers.items()}, list[str]()
     for option in order:
@@ -155,7 +154,7 @@ def _in_order(names: Sequence[str], numbers: Mapping[str, Sequence[int]], order:
 
 
 def _expand(path: Path) -> list[Path | None]:
-    """Returns the runs in a directory, or those that match a pattern ('runs/sweep-*'), or else the path itself."""
+    """Expands a directory of runs, or a pattern such as 'runs/sweep-*'."""
     if path.is_dir():
         is_one = RunDir(path).checkpoints.is_dir() or (path / "manifest.json").exists()
         paths = [] if is_one else sorted(path.iterdir())
@@ -165,7 +164,7 @@ def _expand(path: Path) -> list[Path | None]:
 
 
 def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
-    """Returns the configuration with the model section of the run, whose adapter may have another rank."""
+    """Returns the configuration with the run's model section, because adapter ranks may differ."""
     trained = run_config(RunDir(run)).get("model")
     if trained is None:
         return loaded
@@ -174,7 +173,7 @@ def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
 
 
 def _as_searched(loaded: LoadedConfig, policy: Path, *, is_trusted: bool) -> LoadedConfig:
-    """Returns the configuration with the endpoint that the policy's prompt was searched for, if it was one.
+    """For a prompt, returns the configuration with the run's endpoint.
 
     Raises UsageError if the run is not trusted.
     """
@@ -194,7 +193,7 @@ def _as_searched(loaded: LoadedConfig, policy: Path, *, is_trusted: bool) -> Loa
 
 
 class Watch:
-    """An observer of finished attempts, which ends an evaluation that cannot be judged or gated."""
+    """Observes attempts, and ends an evaluation that cannot be judged or gated."""
 
     def __init__(self, loaded: LoadedConfig, gates: Sequence[Gate], *, num_policies: int) -> None:
         self._loaded, self._names = loaded, NameWatch(gates)
@@ -204,14 +203,14 @@ class Watch:
         """Raises UsageError if a gate names an unknown metric, or the judge's key is not set."""
         self._names.see(trajectory)
         if self._may_judge and is_contest(self._loaded.config, [trajectory]):
-            self._may_judge = False  # the first such attempt is enough
+            self._may_judge = False  # one check is enough
             require_all_keys(self._loaded.config, self._loaded.directory)
 
 
 def claim_directory(directory: Path, loaded: LoadedConfig) -> None:
-    """Writes down the settings and the code that the attempts in the directory are played with.
+    """Records a hash of settings and rollout code, without the rollout's imports.
 
-    Raises UsageError if there are attempts of others; files that the rollout's own file imports are not looked at.
+    Raises UsageError if the directory has attempts with a different hash.
     """
     assert loaded.config.eval is not None, "no eval section"
     rollouts = [part.config.rollout for part in loaded.by_source.values()]
@@ -232,8 +231,8 @@ def claim_directory(directory: Path, loaded: LoadedConfig) -> None:
 
 
 def file_names(addresses: Mapping[str, str]) -> dict[str, str]:
-    """Returns the file of each policy's trajectories. Names that would share one, such as runs/a and runs_a, are
-    quoted. An endpoint's has the digest of its address, so that another of the same name goes on with another file."""
+    """Returns trajectory file names by policy. Ambiguous names, such as runs/a and runs_a, are quoted. An endpoint's
+    file name contains the address digest."""
     plain = {name: name.strip("/").replace("/", "_") for name in addresses}
     num = Counter(plain.values())
     files = {name: short if num[short] == 1 else quote(name, safe="") for name, short in plain.items()}
@@ -261,8 +260,8 @@ def play(
 
 
 def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:
-    """Adds the judge's rewards if rollouts returned none; of a judge that compares, the share of wins against the first
-    policy."""
+    """Adds the judge's rewards if rollouts returned none. For a comparing judge, the reward is the share of wins
+    against the first policy."""
     silent = [name for name, done in played.items() if is_contest(loaded.config, done)]
     first, names = next(iter(played)), ", ".join(sorted({part.judge.name for part in loaded.config.by_source.values()}))
     if first not in silent:
@@ -297,7 +296,7 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
 
 
 def find_failures(played: dict[str, list[Trajectory]]) -> dict[str, str]:
-    """Returns a fault for each policy whose attempts all failed, or never called it. Warns of other failures."""
+    """Returns faults by policy: all attempts failed, or none called the model. Warns about other failures."""
     faults = {}
     for name, done in played.items():
         failures = count_failures(done)
@@ -309,7 +308,7 @@ def find_failures(played: dict[str, list[Trajectory]]) -> dict[str, str]:
 
 
 def digests(played: Mapping[str, Sequence[Trajectory]]) -> dict[str, str]:
-    """Returns the digest of the weights that sampled each policy's attempts, or "" where no one proved them."""
+    """Returns weight digests by policy; "" without a proof."""
     sampled = {name: {turn.policy for each in done for turn in each.turns} for name, done in played.items()}
     return {name: digest.pop() if len(digest) == 1 else "" for name, digest in sampled.items()}
 
@@ -318,7 +317,7 @@ def digests(played: Mapping[str, Sequence[Trajectory]]) -> dict[str, str]:
 
 
 def compare(results: dict[str, Values]) -> list[Row]:
-    """Returns a row per policy and metric: reward, failed, the rollout's metrics by name, then costs."""
+    """Returns a row per policy and metric: reward, failed, other metrics by name, costs."""
     first = next(iter(results.values()))
     rows = []
     for name, metrics in results.items():
@@ -339,7 +338,7 @@ def _place(metric: str) -> tuple[int, str]:
 def as_object(
     rows: Sequence[Row], verdicts: Sequence[Verdict], *, digests: Mapping[str, str], faults: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns what `art eval --json` prints. `digests` and `faults` are by policy."""
+    """Returns the output of `art eval --json`."""
     gates = [
         {"gate": str(gate), "holds": error is None, "value": value and value._asdict(), "error": str(error or "")}
         for gate, value, error in verdicts
@@ -353,9 +352,9 @@ def as_object(
 
 
 def as_text(rows: Sequence[Row], *, gates: Sequence[Gate] = ()) -> str:
-    """Returns a line per metric of each policy; for many policies a summary comes first, the best policy on top.
+    """Returns a line per policy and metric. For many policies, starts with a summary, best policy first.
 
-    Counts of every rollout are left out, except those of `gates` and with --verbose.
+    Hides counts, except for gates and with --verbose.
     """
     is_many = len({row.policy for row in rows}) >= SUMMARY_FROM
     table = _as_table([row for row in rows if row.metric not in hidden(gates)])
@@ -363,7 +362,7 @@ def as_text(rows: Sequence[Row], *, gates: Sequence[Gate] = ()) -> str:
 
 
 def hidden(gates: Sequence[Gate]) -> Collection[str]:
-    """Returns the metrics that are left out of a table."""
+    """Returns the metrics to hide."""
     return set() if is_verbose() else DETAILS - {split_end(gate.metric, ())[0] for gate in gates}
 
 

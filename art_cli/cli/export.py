@@ -1,4 +1,4 @@
-"""`art export`: writes a checkpoint as a whole model or a GGUF file and checks it; --push uploads it to the hub."""
+"""`art export`: writes and checks a merged model or GGUF file; --push uploads it."""
 
 import json
 import shlex
@@ -28,13 +28,13 @@ def run(
     push: Annotated[str | None, Option("--push", metavar="REPO", help="Also upload to the hub (HF_TOKEN).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Merge a checkpoint into weights that stand alone.
+    """Merge a checkpoint into standalone weights.
 
-    Writes a model that transformers and vLLM load, with a model card. The run's saved prompts must get the same
-    logprobs from the merged weights as from the adapter, else the export fails.
+    Writes a model for transformers and vLLM, with a model card. The export fails if merged weights and adapter give
+    different logprobs for the run's saved prompts.
 
     \b
-    art export runs/mine -o mine-merged --dtype bfloat16      its best evaluated checkpoint; --last: its newest
+    art export runs/mine -o mine-merged --dtype bfloat16      the best evaluated checkpoint; --last: the newest
     art export runs/mine -o mine-gguf --gguf q8_0             one file for llama.cpp and Ollama, with a Modelfile
     """
     from art_cli.engines.proof import make_probe
@@ -97,7 +97,7 @@ def _as_text(exported: "Exported", dtype: str, *, is_gguf: bool) -> str:
 
 
 def _find_token() -> str:
-    """Returns the hub's token, before any work is done. Raises UsageError if there is none."""
+    """Returns the hub's token. Raises UsageError if it is missing."""
     import huggingface_hub
 
     token = huggingface_hub.get_token()
@@ -107,14 +107,14 @@ def _find_token() -> str:
 
 
 def _push(directory: Path, repo: str, token: str) -> str:
-    """Uploads the model and returns its address; a new repository is private. Raises ArtError with the hub's words."""
+    """Uploads the model to a repository (new ones are private) and returns the URL. Raises ArtError."""
     import huggingface_hub
 
     hub = huggingface_hub.HfApi(token=token)
     try:
         url = hub.create_repo(repo, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=directory, commit_message="art export")
-    except Exception as error:  # the boundary to the hub's client, which raises any error of its transport
+    except Exception as error:  # the hub's client may raise any transport error
         summary = " ".join(str(error).replace(token, "***").split())[:200]
         raise ArtError(f"--push {repo}: {summary}; {directory} is written, push it again by hand") from error
     return str(url)

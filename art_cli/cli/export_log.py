@@ -1,4 +1,4 @@
-"""`art log`: a run's attempts for other tools, as logs of inspect or as OpenTelemetry traces over OTLP."""
+"""`art log`: exports a run's attempts as inspect logs or OpenTelemetry traces."""
 
 import json
 import logging
@@ -30,21 +30,21 @@ def run(
     step: Annotated[int | None, Option("--step", min=0, help="Only this step.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's attempts for tools that show traces.
+    """Export a run's attempts to other tools.
 
-    A run that trains, that was killed, or that has no evaluation is read as it stands. Run again, the command writes
-    the same files anew, and sends the same traces under the same ids.
+    Works for running, killed and finished runs. Running the command again rewrites the same files, and sends the same
+    trace ids.
 
-    With --inspect each step has a .eval file for its training attempts and one for its evaluation: a scenario is a
-    sample, an attempt an epoch; scores with the judge's words, model and tool calls, tokens, errors, limits.
+    --inspect writes .eval files, one for each step's training attempts and evaluation: a scenario is a sample, an
+    attempt an epoch. They contain scores, explanations, calls, tokens, errors and limits.
 
-    With --otlp each attempt is a trace in OpenTelemetry's conventions for generative AI: turns, tools, judge, scores.
-    Langfuse, Phoenix, MLflow and Weave take it. A key goes into OTEL_EXPORTER_OTLP_HEADERS=name=value.
+    --otlp sends a trace per attempt, in OpenTelemetry's conventions for generative AI, to Langfuse, Phoenix, MLflow,
+    Weave or another receiver. Set OTEL_EXPORTER_OTLP_HEADERS=name=value for a key.
 
     \b
     art log runs/mine --inspect && inspect view --log-dir runs/mine/inspect
     art log runs/mine --inspect -o logs && inspect view bundle --log-dir logs --output-dir page
-    art log runs/mine --otlp http://localhost:4318                            a collector of OpenTelemetry
+    art log runs/mine --otlp http://localhost:4318                            an OpenTelemetry collector
     art log runs/mine --otlp http://localhost:6006 --step 40                  Phoenix
     """
     from art_cli.formats.traces.saved import saved_attempts

@@ -1,4 +1,4 @@
-"""`art gateway`: the capturing gateway alone. Prints the addresses for clients, and at the end the files written."""
+"""`art gateway`: the capturing gateway. Prints addresses for clients, and finally the written files."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PORT = 8000
-MAX_ESCAPES = 1_000_000  # most escapes in one message; a tool's result of 10 MB of JSON in JSON has as many
+MAX_ESCAPES = 1_000_000  # escapes per message; enough for a 10 MB tool result with JSON in JSON
 
 
 def run(
@@ -63,20 +63,20 @@ def run(
 ) -> None:
     """Record the model calls of agents in production.
 
-    It stands in front of an endpoint that the file names, or of a checkpoint. Clients change their base URL and key.
-    Files of trajectories appear in runs/NAME/gateway, for art judge and art step.
+    A proxy for an endpoint or a checkpoint. Clients change only base URL and key. It writes trajectories to
+    runs/NAME/gateway, for art judge and art step.
 
     \b
-    art gateway gateway.yaml                      in front of an endpoint; the file needs no more than
+    art gateway gateway.yaml                      for an endpoint; the file may contain only
                                                     engine: {name: openai, base_url: https://host/v1, model: NAME}
     art gateway config.yaml --checkpoint runs/mine
-                                                  in front of a checkpoint, with the configuration it was trained by
+                                                  for a checkpoint and its configuration
     ART_API_KEY=... art gateway gateway.yaml --host 0.0.0.0
     cat runs/NAME/gateway/trajectories-*.jsonl > seen.jsonl && art judge seen.jsonl
 
-    Calls that continue from earlier replies form a conversation. A key KEY:NAME makes all its calls one conversation.
-    Every reply is on the disk before it is sent, so a kill loses nothing. Ctrl-C and SIGTERM let calls end, and write
-    the last file. docs/gateway.md has the rest.
+    Calls that continue earlier replies form a conversation, and so do all calls with a key KEY:NAME. Replies are saved
+    before they are sent, so a kill loses nothing. Ctrl-C and SIGTERM finish running calls and write the last file. See
+    docs/gateway.md.
     """
     from art_cli.chat.api_keys import check_exposure, read_key_texts
     from art_cli.config.compose import load_gateway
@@ -131,17 +131,17 @@ def _journal(loaded: "LoadedGateway") -> "Journal":
 
 
 class _Made(NamedTuple):
-    """An engine that is not started yet, and the policy that it loads."""
+    """An unstarted engine and its policy."""
 
     engine: "Engine"
     checkpoint: Path | None
     step: int
-    policy: "Weights | PolicySpec | None"  # or None for an endpoint's own model
+    policy: "Weights | PolicySpec | None"  # None: the endpoint's model
 
 
 @contextlib.contextmanager
 def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Which") -> Iterator[_Made]:
-    """Yields the engine of the file: that of an endpoint, or one that samples from a checkpoint of the run."""
+    """Yields the engine for an endpoint, or for a run's checkpoint."""
     from art_cli.engines import engine_traits, make_engine
     from art_cli.loop.decide import decide_engine
     from art_cli.loop.references import check_ready
@@ -171,7 +171,7 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
 
 @contextlib.asynccontextmanager
 async def _started(made: _Made) -> "AsyncIterator[tuple[Engine, str]]":
-    """Yields the engine and the digest of its policy, or "" if no learner left a proof."""
+    """Starts the engine; yields it with the policy's digest, "" without a proof."""
     from art_cli.engines.proof import WeightProof
     from art_cli.loop.policy_sampler import read_origin
     from art_cli.runs.manifest import read_manifest
@@ -191,7 +191,7 @@ async def _started(made: _Made) -> "AsyncIterator[tuple[Engine, str]]":
 def _greet(
     loaded: "LoadedGateway", engine: "Engine", root: str, *, has_keys: bool, file: Path | None, as_json: bool
 ) -> None:
-    """Prints the addresses for clients, their key, and the directory of trajectories."""
+    """Prints the clients' addresses and key, and the directory for trajectories."""
     model = engine.endpoint.model
     if as_json:
         _write(json.dumps({"url": f"{root}/v1", "model": model, "directory": str(loaded.trajectories)}))
@@ -210,7 +210,7 @@ def _greet(
 
 
 def _said(loaded: "LoadedGateway", totals: "Totals") -> str:
-    """Returns the last line: the number of trajectories written, and whether they can be trained on."""
+    """Returns the last line: written trajectories, and whether they are exact."""
     text_only = totals.num_trajectories - totals.num_exact
     kinds = "all token for token" if not text_only else f"{text_only} of them with calls that are text only"
     wrote = f"{totals.num_trajectories} trajectories in {totals.num_files} files, {kinds}"
@@ -223,7 +223,7 @@ def _write(text: str) -> None:
 
 
 def _known_secrets(keys: "Sequence[str]", endpoint: "Endpoint") -> "Secrets":
-    """Returns the keys of clients and endpoint, and the password in the endpoint's address."""
+    """Returns the keys for clients and endpoint, with any password in the endpoint's URL."""
     from art_cli.runtime.secrets import find_secrets
 
     values, urls = [*keys, endpoint.api_key], [endpoint.base_url or ""]

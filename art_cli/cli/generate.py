@@ -1,7 +1,6 @@
 """`art generate`: plays one step's scenarios with a checkpoint and writes the trajectories.
 
-Each trajectory is appended when its rollout finishes. Run again, the command plays only the missing ones. --format
-writes them as another tool's traces at the end.
+It appends finished trajectories, and plays only missing ones when run again. --format writes another tool's traces.
 """
 
 import json
@@ -34,10 +33,9 @@ def run(
 ) -> None:
     """Play scenarios, write trajectories.
 
-    Plays the scenarios of one step. Run again, it goes on with what is missing. Exit code 1 if every attempt failed,
-    none called the model, or no group has signal and the configuration's loss compares the rollouts' own rewards.
-    With --format, FILE is written only at the end, for another tool. What was played is kept beside it in
-    NAME.art.jsonl, so that a second call goes on.
+    Plays one step's scenarios; when run again, only missing attempts. Exit code 1 if every attempt failed, none called
+    the model, or no group has signal and the loss compares the rollouts' rewards. With --format, it also keeps the
+    trajectories in NAME.art.jsonl, to resume from.
 
     \b
     art generate config.yaml -o trajectories.jsonl
@@ -71,10 +69,10 @@ def run(
 
 
 class _Rewards(NamedTuple):
-    """The rewards that rollouts returned. Example: _Rewards(0.25, 12, 3)"""
+    """The rollouts' rewards. Example: _Rewards(0.25, 12, 3)"""
 
     mean: float | None  # None if no rollout returned a reward
-    num_groups: int  # complete groups of several attempts; 0 if no attempt has a reward
+    num_groups: int  # groups with several attempts; 0 without rewards
     num_without_signal: int
 
 

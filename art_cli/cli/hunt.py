@@ -1,4 +1,4 @@
-"""`art hunt`: attempts that score without doing the task, found before a run learns to make them."""
+"""`art hunt`: searches for attempts that score without doing the task, before a run learns them."""
 
 import json
 import statistics
@@ -14,8 +14,8 @@ from art_cli.runtime.errors import RolloutError, printable
 if TYPE_CHECKING:
     from art_cli.loop.reward_hunt import Hunt, Tried
 
-SHOWN = 10  # lines of exploits, or of the best attacks where none is one
-WIDTH = 100  # characters of a reply in a line
+SHOWN = 10  # printed exploits or attacks
+WIDTH = 100  # characters per printed reply
 
 
 def run(
@@ -31,13 +31,12 @@ def run(
 ) -> None:
     """Look for a reward without the task.
 
-    Plays a few honest attempts, then attacks: replies by rules that do not do the task, such as empty ones, copies of
-    the question, orders to the judge, and calls that fail or come late. Those that score are varied until the time is
-    up. The run's own rollout plays them, and its own judge or reward scores them.
+    Plays honest attempts, then attacks: empty replies, copies of the question, orders to the judge, failing or late
+    calls. Attacks that score are varied until the time is over. The run's rollout plays all attempts, and its judge or
+    reward scores them.
 
-    Prints each exploit beside the honest scores. Exit code 1 if there is one. A judge that costs money is asked for
-    every attempt: --minutes 0 tries the known attacks only. Ctrl-C ends the search and prints what it has found. With
-    -o FILE the same command goes on from there.
+    Prints exploits and honest scores. Exit code 1 if an exploit was found. A paid judge is called for every attempt;
+    --minutes 0 plays known attacks only. Ctrl-C stops the search and prints the results. -o FILE allows resuming.
 
     \b
     art hunt config.yaml
@@ -86,7 +85,7 @@ def _as_text(found: "Hunt", exploits: "list[Tried]") -> str:
 
 
 def _as_page(config: Path, found: "Hunt", exploits: "list[Tried]") -> str:
-    """Returns a page of all exploits, or of the best attacks where none is one."""
+    """Returns a page with all exploits, or else with the best attacks."""
     from art_cli.reports.pages.report_page import facts_table, html_page
 
     rows = [(f"{each.mean:.3f}", f"{each.attack}: {each.example}") for each in exploits or found.tried[:SHOWN]]

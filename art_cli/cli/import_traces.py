@@ -1,4 +1,4 @@
-"""`art import`: reads traces that other tools wrote, and writes them as trajectories in groups."""
+"""`art import`: converts other tools' traces to grouped trajectories."""
 
 import json
 import sys
@@ -25,15 +25,14 @@ def run(
 ) -> None:
     """Read traces of other tools.
 
-    Reads logs of calls to OpenAI or Anthropic, OpenEnv's TrainingTrace, traces.jsonl of verifiers, logs of inspect,
-    exports of Langfuse, and writes trajectories: attempts at one scenario are a group. The format is recognised by the
-    content. A record that cannot be read is counted and reported, and the others are read.
+    Reads logs of OpenAI or Anthropic calls, OpenEnv's TrainingTrace, verifiers' traces.jsonl, inspect logs and Langfuse
+    exports. Writes trajectories, grouped by scenario. Detects the format. Counts and reports unreadable records.
 
     \b
     art import traces.jsonl -o trajectories.jsonl
     art judge trajectories.jsonl -o scored.jsonl
-    art step config.yaml scored.jsonl -o step_0001          # where the traces have tokens and logprobs
-    art import logs/*.eval -o t.jsonl --reward accuracy     # of several scores, the one that is the reward
+    art step config.yaml scored.jsonl -o step_0001          # if traces have tokens and logprobs
+    art import logs/*.eval -o t.jsonl --reward accuracy     # selects one of several scores
     art import calls.jsonl -o demos.jsonl --min-reward 1    # then: art sft config.yaml demos.jsonl -o warm
     """
     from art_cli.formats import READ

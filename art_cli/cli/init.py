@@ -1,4 +1,4 @@
-"""`art init`: copies a packaged recipe, or writes the configuration of an environment or of starting points."""
+"""`art init`: creates a project from a recipe or environment, or prints a composed configuration."""
 
 import json
 import re
@@ -7,16 +7,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
 from art_cli.config.packaged import packaged, with_documents
-from art_cli.runtime.errors import UsageError
+from art_cli.runtime.errors import UsageError, no_such_option
 
-MAX_OWN = 80  # characters of a run's name that is taken from its directory
+MAX_OWN = 80  # characters in a run name from a directory
 DEFAULT_RECIPE = "tictactoe"
 CONFIG = """\
 # art train config.yaml
@@ -34,7 +33,7 @@ rollout:
 train: {{steps: 10}}
 eval: {{held_out: 0.02, every: 5}}  # a share of the scenarios that is never trained on
 """
-NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # files that the use of a recipe leaves in it
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # generated files
 
 
 def recipe_names(recipes: Path) -> list[str]:
@@ -54,15 +53,14 @@ def run(
 ) -> None:
     """Begin a project, or print a configuration.
 
-    A recipe holds config.yaml, the rollout and the files that the rollout needs; its run gets the directory's name. An
-    environment needs no code, and has a config.yaml alone, with the environment's settings and their defaults. Each
-    gets .agents/skills/art/SKILL.md, from which a coding agent learns these commands. --config composes the packaged
-    starting points hardware, model, judge and algorithm (docs/config.md).
+    A recipe contains config.yaml, the rollout and other files. An environment needs only config.yaml, with its default
+    settings. Projects also get .agents/skills/art/SKILL.md, which explains the commands to coding agents. --config
+    composes the packaged options for hardware, model, judge and algorithm (docs/config.md).
 
     \b
     art init mine                     a random model that learns tic-tac-toe in minutes
     art init mine --recipe assistant  the demo: a real model that learns to use tools
-    art init mine --recipe blank      an agent of four lines and three scenarios, to be replaced by yours
+    art init mine --recipe blank      four lines of agent and three scenarios to replace
     art init mine --environment reasoning_gym/countdown
     art init --config hardware=laptop model=qwen3-0.6b judge=ruler > config.yaml
     """
@@ -90,7 +88,7 @@ def run(
 
 
 def new_config(overrides: Sequence[str]) -> str:
-    """Returns the text of a configuration file with these options and values. Raises ConfigError."""
+    """Returns a new configuration file's text. Raises ConfigError."""
     import yaml
 
     from art_cli.config.compose import compose_new
@@ -100,12 +98,10 @@ def new_config(overrides: Sequence[str]) -> str:
 
 
 def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
-    """Copies the recipe's files to `directory`, which is new or empty. Raises UsageError."""
+    """Copies a recipe to a new or empty directory. Raises UsageError."""
     there_are = recipe_names(recipes)
     if name not in there_are:
-        near = get_close_matches(name, there_are, n=1)
-        hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
-        raise UsageError(f"no recipe {name!r}; {hint}{', '.join(there_are)}")
+        raise UsageError(no_such_option("recipe", name, there_are))
     _refuse_content(directory)
     shutil.copytree(recipes / name, directory, ignore=NOT_COPIED, dirs_exist_ok=True)
     for file in [*directory.glob("*.yaml"), *directory.glob("*.md")]:
@@ -113,7 +109,7 @@ def copy_recipe(recipes: Path, name: str, directory: Path) -> None:
 
 
 def _as_own(text: str, recipe: str, directory: Path) -> str:
-    """Returns the text of a recipe's file with runs named after the directory, and without links out of it."""
+    """Renames runs after the directory, and resolves links to the repository."""
     own = re.sub(r"[^\w.-]", "-", directory.resolve().name, flags=re.ASCII).lstrip("._-")[:MAX_OWN] or recipe
     text = re.sub(rf'^name: "?{recipe}(-[\w-]+)?"?$', lambda match: f'name: "{own}{match[1] or ""}"', text, flags=re.M)
     text = text.replace(f"runs/{recipe}", f"runs/{own}")
@@ -126,11 +122,11 @@ def _refuse_content(directory: Path) -> None:
 
 
 def write_config(environment: str, directory: Path) -> None:
-    """Writes a config.yaml that plays the environment to `directory`, which is new or empty. Raises UsageError."""
+    """Writes an environment's config.yaml to a new or empty directory. Raises UsageError."""
     from art_cli.rollouts.environments import Settings, find_library, open_environment
 
     _refuse_content(directory)
-    with redirect_stdout(sys.stderr):  # some games print while they are made
+    with redirect_stdout(sys.stderr):  # games may print
         library, name = find_library(environment)
         if not library.makes_scenarios:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""`art join`: this machine as another node of a learner, while `art train` runs on the first one."""
+"""`art join`: adds this machine to a learner on several nodes."""
 
 from typing import Annotated
 
@@ -17,10 +17,9 @@ def run(
 ) -> None:
     """Join a learner of several machines.
 
-    The first machine runs `art train CONFIG`, and each other one `art join CONFIG` with the same settings. It needs
-    the base model and, if there is one, the file of a user's algorithm; no scenarios, rollouts or judge. It ends with
-    the run.
-    ART_NODES_SECRET has the same value on all machines.
+    One machine runs `art train CONFIG`; the others run `art join CONFIG` with the same settings and end with the run.
+    They need the base model and your algorithm, but no scenarios, rollout or judge. Set ART_NODES_SECRET to the same
+    value on all machines.
 
     \b
     art train config.yaml learner.nodes=2 learner.rendezvous=10.0.0.4:29500     # on 10.0.0.4
@@ -42,7 +41,7 @@ def run(
         raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")
     with scratch("node") as directory:
         base = find_base(loaded.config.model.base, directory=loaded.directory, built=directory / "base")
-        decided = decide_by_base(loaded, base).config  # as the run decides; dtype and rate come from the run itself
+        decided = decide_by_base(loaded, base).config  # same choices as the run; dtype and rate come from the run
         model = loaded.config.model.model_copy(update={"max_length": decided.model.max_length})
         own = loaded.config.model_copy(update={"learner": decided.learner, "model": model})
         job = make_job(own, base, directory=loaded.directory, dtype=model.dtype)

@@ -1,7 +1,7 @@
-"""`art judge`: scores a file of trajectories group by group, and measures its judge.
+"""`art judge`: scores a file of trajectories by groups, and measures a judge.
 
-Reads trajectories (those of art, OpenPipe's ART, plain conversations) and appends scored trajectories as groups finish.
-Run again, it goes on with the groups that are owed. With --report it measures the judge on the scored file.
+It reads trajectories (art's, OpenPipe ART's, plain conversations) and appends scored groups; when run again, it judges
+only missing groups. --report measures the judge on a scored file.
 """
 
 import json
@@ -40,8 +40,8 @@ def run(
 ) -> None:
     """Score trajectories, or measure a judge.
 
-    --probe judges groups as they are and with one attempt padded, praised, emptied, ... It prints how far the score of
-    that attempt moves, and whether that is a bias. It writes no scores, and takes 11 or 12 judgements of each group.
+    --probe judges groups with and without manipulations of one attempt (padding, praise, emptying, ...), and prints the
+    changes in its score and the resulting biases. It writes no scores, and needs 11 or 12 judgements per group.
 
     \b
     art judge trajectories.jsonl -o scored.jsonl --rubric rubric.txt
@@ -77,7 +77,7 @@ def run(
     if _is_same_file(output, trajectories):
         raise UsageError(f"{trajectories}: input and output are the same file; name another one with -o")
     for gate in gates or []:
-        parse_gate(gate)  # before anything is paid
+        parse_gate(gate)  # before paid calls
     loaded = choose_judge(config, overrides or [], model=model, rubric=rubric)
     source = TrajectoryFile(trajectories, group_by=group_by)
     if is_dry_run:
@@ -97,5 +97,5 @@ def run(
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
-    """Whether both paths lead to the same file, also through a link."""
+    """Returns True for the same file, also through links."""
     return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))

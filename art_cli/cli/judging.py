@@ -1,8 +1,4 @@
-"""The judging of `art judge`: chooses the judge, judges a file, estimates the cost, or reports on a scored file.
-
-It reads a file of trajectories and appends to the scored one. The report (`--report`) prints the measures of the judge,
-writes the page and checks the gates.
-"""
+"""Judging for `art judge`: chooses the judge, scores a file, estimates cost, and reports on scored files."""
 
 import contextlib
 import json
@@ -31,9 +27,11 @@ from art_cli.runtime import threads
 from art_cli.runtime.errors import DataError, GateError, JudgeError, UsageError, printable
 from art_cli.runtime.log import Bar, shown_bar
 
+SHOWN = 5  # printed unscored groups
+
 
 def is_scored(path: Path) -> bool:
-    """Whether the first line is a scored trajectory. Raises DataError if the file is not UTF-8 text."""
+    """Returns True if the first line is a scored trajectory. Raises DataError unless the file is UTF-8."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     for line in lines(path):
@@ -54,9 +52,9 @@ def report(
     before: str | dict[str, Any] = "",
     is_whole: bool = True,
 ) -> None:
-    """Prints the report after `before`, the summary of the judging, as text or JSON. Raises GateError.
+    """Prints the judging summary `before` and the report, as text or JSON. Raises GateError.
 
-    While groups stay owed no gate is passed: the hardest ones may be missing.
+    Gates fail while groups are unscored, because the hardest groups may be missing.
     """
     from art_cli.judges.judge_report import make_report, report_lines
     from art_cli.loop.evaluate import parse_gate
@@ -84,13 +82,10 @@ def report(
         gate.check(values[gate.metric])
 
 
-SHOWN = 5  # number of owed groups that are named
-
-
 def choose_judge(
     config: Path | None, overrides: Sequence[str], *, model: str | None = None, rubric: Path | None = None
 ) -> LoadedJudge:
-    """Returns the configuration's judge, or RULER if none is named or if `model` or `rubric` is given."""
+    """Returns the configured judge. `model` and `rubric` select RULER, which is also the default."""
     is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
     if config is None and not is_named:
         overrides = ["judge=ruler", *overrides]
@@ -114,10 +109,7 @@ def choose_judge(
 def judge_file(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path, *, is_partial: bool, is_fresh: bool
 ) -> Summary:
-    """Judges the file and returns the summary. Raises Interrupted; complete groups are on disk then.
-
-    Raises UsageError if a key that the judge needs is not set.
-    """
+    """Judges the file. Raises UsageError for a missing API key, and Interrupted after saving complete groups."""
     require_keys(loaded.config, loaded.directory)
     interrupts = Interrupts(f"interrupted; what is scored is in {output}; the same command goes on with the rest")
 
@@ -130,17 +122,17 @@ def judge_file(
         finally:
             await made.close()
 
-    with redirect_stdout(sys.stderr):  # a user's judge may print, and standard output is for the summary
+    with redirect_stdout(sys.stderr):  # stdout is for the summary; a user's judge may print
         return threads.run(judge())
 
 
 def least(loaded: LoadedJudge) -> int:
-    """Returns the smallest number of attempts in a group that the judge can compare."""
+    """Returns the smallest group size for the judge."""
     return 2 if ranks(loaded.config) else 1
 
 
 def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:
-    """Moves the bar, with the cost so far."""
+    """Updates the bar, with the current cost."""
     words = [dollars(judge.usage.cost_usd), f"{judge.usage.tokens:,} tokens"]
     words += [f"{judge.num_cached} cached"] if judge.num_cached else []
     words += [f"{len(done.owed)} owed"] if done.owed else []
@@ -168,12 +160,12 @@ def as_text(summary: Summary) -> str:
 
 
 def dollars(usd: float | None) -> str:
-    """Returns a sum as "$0.0123"."""
+    """Example: "$0.0123"."""
     return "price unknown" if usd is None else f"${usd:.4f}"
 
 
 def refuse_owed(summary: Summary) -> None:
-    """Raises JudgeError if a group of the file was not scored, or all were skipped."""
+    """Raises JudgeError if groups were not scored, or all groups were skipped."""
     reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
     reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
     if not reasons and summary.skipped and not summary.groups + summary.groups_before:
@@ -198,7 +190,7 @@ def _estimate_group(judge: Judge, source: TrajectoryFile, group: Group) -> CostE
 def dry_run(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
 ) -> None:
-    """Prints the estimated cost of judging. Makes no call and writes nothing."""
+    """Prints the estimated cost, without calls."""
     judge = make_judge(loaded.config, loaded.directory)
     if judge.estimate([]) is None:
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")

@@ -1,4 +1,4 @@
-"""`art label`: asks a person for the few comparisons that tell most about the judge of a scored file."""
+"""`art label`: asks a person for the most informative comparisons, to measure the judge."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ VERDICTS: "dict[str, Verdict]" = {
     **{"1": "left", "\x1b[D": "left", "2": "right", "\x1b[C": "right", "0": "equal", "=": "equal"},
     **{"s": "skip", "u": "undo"},
 }
-MIN_LINES = 5  # lines of an attempt that a low terminal shows, too
+MIN_LINES = 5  # smallest number of lines per attempt
 
 
 def run(
@@ -34,14 +34,13 @@ def run(
 ) -> None:
     """Compare attempts yourself, to measure the judge.
 
-    Shows two attempts of one group side by side and waits for one key. The pairs are chosen so that few answers tell
-    much. Each answer goes to labels.jsonl beside the file at once; run again, it goes on. At the end it prints the
-    share of all pairs that the judge orders as you do, with its interval, how many more answers would narrow it to plus
-    or minus 5 points, how often you agree with yourself, and the noise setting for the YAML. `art view FILE` asks the
-    same on a page. --report and --json ask nothing.
+    Shows two attempts in a group side by side and waits for a key. It chooses the most informative pairs. Answers are
+    saved in labels.jsonl next to FILE, and the command resumes when run again. Finally, it prints your agreement with
+    the judge and its interval, the number of answers needed for an interval of 5 points, your agreement with yourself,
+    and judge.noise for the YAML. `art view FILE` asks on a page instead. --report and --json ask nothing.
 
-    With a RUN it asks about pairs of all of its steps, and finds out whether the judge comes to agree with you less as
-    the policy learns to please it. `art report RUN` shows that too.
+    For a RUN, it asks about all steps, and measures whether agreement falls as the policy learns to please the judge.
+    `art report RUN` prints that, too.
 
     \b
     art label scored.jsonl
@@ -69,13 +68,13 @@ def run(
 
 
 def _ask_all(labels: "PersonLabels | RunLabels") -> None:
-    """Asks until the person quits or every pair has its label."""
+    """Asks until the person quits or all pairs are labeled."""
     from rich.console import Console
 
     console, key = Console(stderr=True, highlight=False), ""
     while (pair := labels.next()) is not None:
         _show(console, labels, pair, is_whole=key == "a")
-        key = typer.getchar()  # forgets what was typed before, and raises KeyboardInterrupt for Ctrl-C
+        key = typer.getchar()  # discards earlier input; raises KeyboardInterrupt for Ctrl-C
         if key == "q":
             return
         if key in VERDICTS:
@@ -83,7 +82,7 @@ def _ask_all(labels: "PersonLabels | RunLabels") -> None:
 
 
 def _show(console: "Console", labels: "PersonLabels | RunLabels", pair: "Pair", *, is_whole: bool) -> None:
-    """Prints what both attempts begin with, then both side by side, cut to the terminal unless `is_whole`."""
+    """Prints the common beginning and then both attempts, cut to the terminal unless `is_whole`."""
     from os.path import commonprefix
 
     from rich.table import Table
@@ -113,7 +112,7 @@ def _print(console: "Console", part: "RenderableType", num_lines: int | None) ->
 
 
 def _text(messages: "Sequence[Message]") -> str:
-    """Returns messages as RULER's judge reads them; what could steer a terminal is escaped."""
+    """Returns the text that RULER's judge reads, without control characters."""
     parts = [(message.role, segment) for message in messages for segment in message.segments]
     return printable_lines(
         "\n".join(f"{role if each.kind == 'text' else f'{role}, {each.kind}'}: {each.text}" for role, each in parts)

@@ -1,4 +1,4 @@
-"""`art plan`: a run's first step, what it shows of the rest, and what the run will take."""
+"""`art plan`: plays a run's first step, and estimates cost and prospects of the run."""
 
 import contextlib
 import math
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Overrides = None,
-    budget_usd: Annotated[float | None, Option(min=0, metavar="N", help="How many steps N dollars buy.")] = None,
-    goal: Annotated[str | None, Option(metavar="'reward>=X'", help="A reward beside what was seen.")] = None,
+    budget_usd: Annotated[
+        float | None, Option(min=0, metavar="N", help="Print the number of steps for N dollars.")
+    ] = None,
+    goal: Annotated[str | None, Option(metavar="'reward>=X'", help="Target reward to compare with.")] = None,
     repeats: Annotated[int | None, Option(min=1, metavar="N", help="Verdicts per group; default: 2 if free.")] = None,
     compare: Annotated[str | None, Option(metavar="prompt", help="Also estimate a prompt search (one call).")] = None,
     on: Annotated[list[str] | None, Option("--on", metavar="MACHINE", help="Another machine: h100x8.")] = None,
@@ -27,19 +29,19 @@ def run(
 ) -> None:
     """Ask before a run: can it learn, what will it take?
 
-    Plays the run's first step and judges it, takes pilot steps at five learning rates and takes them back. What it
-    played is the run's first step: `art train` goes on from there, and nothing is paid twice. With train.learning_rate:
-    auto the run takes the plan's rate. `art report` sets the promise beside what happened.
+    Plays and judges the run's first step, then tries pilot updates at five learning rates and reverts them. `art train`
+    reuses the played step, so nothing is paid twice, and with train.learning_rate: auto the best rate. `art report`
+    compares the plan with the run.
 
-    A line with "!" is a doubt, with its cure: too hard, too easy, no spread, noise, a reward for length, an answer in
-    the prompt, a limit that is too short, temperature 0, a scenario twice, a judge that goes by position.
+    A line with "!" is a doubt with a cure: too hard, too easy, equal rewards, noise, reward for length, answer in the
+    prompt, short limit, temperature 0, duplicate scenario, position bias of the judge.
 
     \b
     art plan config.yaml
     art plan config.yaml train.steps=200 --budget-usd 20 --goal 'reward>=0.8'
-    art plan config.yaml --compare prompt                     (and what a search for a better prompt takes)
-    art plan config.yaml name=other rollout.group_size=16     (the plan of another run)
-    art plan config.yaml --on h100 --on laptop                (elsewhere, from 1 to 1,000 GPUs)
+    art plan config.yaml --compare prompt                     (also estimates a prompt search)
+    art plan config.yaml name=other rollout.group_size=16     (plans another run)
+    art plan config.yaml --on h100 --on laptop                (other machines, 1 to 1,000 GPUs)
     """
     import msgspec
 
@@ -62,11 +64,11 @@ def run(
     if compare is not None:
         check_ready(other := as_prompt(loaded, compare), is_training=True)
         beside = PromptLearner(other.config, other.directory)
-    machines = choose_machines(loaded, on) if on else []  # before anything is played
+    machines = choose_machines(loaded, on) if on else []  # before playing
     promise = threads.run(plan(loaded, repeats=repeats, beside=beside))
     try:
         there = elsewhere(loaded, promise, machines) if machines else []
-    except (ArtError, OSError, ValueError) as error:  # the plan was paid for, and is shown
+    except (ArtError, OSError, ValueError) as error:  # still print the plan, which was paid for
         there = [Elsewhere(each.name, f"not known: {one_line(error)}") for each in machines]
     steps = None if budget_usd is None else steps_for(budget_usd, promise)
     if as_json:
@@ -89,7 +91,7 @@ def run(
 
 
 def _of_prompt(loaded: "LoadedConfig", other: "LoadedConfig", kept: list[str], steps: int | None) -> str:
-    """Returns the lines with the command of the search for a prompt, and of what compares both."""
+    """Returns lines with the commands for a prompt search and a comparison."""
     from art_cli.config.key_locations import show
 
     arguments = list(other.overrides)
@@ -107,7 +109,7 @@ def _of_prompt(loaded: "LoadedConfig", other: "LoadedConfig", kept: list[str], s
 
 
 def _parse_goal(text: str) -> float:
-    """Returns X of "reward>=X". Raises UsageError if it is anything else."""
+    """Parses "reward>=X". Raises UsageError."""
     name, _, bound = text.partition(">=")
     if name.strip() == "reward":
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The probe of `art judge`: draws groups of a file, has the judge probed, prints what it is worth and checks gates."""
+"""`art judge --probe`: draws groups, probes the judge, prints a report, checks gates."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from art_cli.runtime.errors import DataError, UsageError, printable
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 16  # attempts of a group that are judged
+MAX_ATTEMPTS = 16  # judged attempts per group
 
 
 def probe_judge(
@@ -39,7 +39,7 @@ def probe_judge(
     gates: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Probes the judge, or prints what that would cost. Raises GateError, and DataError if no group can be judged."""
+    """Probes the judge, or prints the estimated cost. Raises GateError, and DataError without usable groups."""
     parsed, asks = [parse_gate(gate) for gate in gates], draw(loaded, source, num_groups)
     if is_dry_run:
         judge = make_judge(anew(loaded.config, 0), loaded.directory)
@@ -63,7 +63,7 @@ def probe_judge(
 
 
 def draw(loaded: LoadedJudge, source: TrajectoryFile, num_groups: int) -> list[Ask]:
-    """Returns the questions about groups that are drawn by lot. Of groups with equal messages only one is drawn."""
+    """Returns questions about random groups, without repeated conversations."""
     groups = judgeable(source, is_partial=True, least=least(loaded))
     random.Random(0).shuffle(groups)
     asks, seen = list[Ask](), set[str]()

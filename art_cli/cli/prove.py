@@ -1,4 +1,4 @@
-"""`art prove`: whether a run's weights came from its trajectories, by its chain of hashes, or by training it again."""
+"""`art prove`: checks a run's chain of hashes, and optionally recomputes its training."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from art_cli.runtime.errors import RunError, UsageError, printable_lines
 if TYPE_CHECKING:
     from art_cli.loop.replay import Replayed
 
-MAX_FLAWS = 20  # shown of them
+MAX_FLAWS = 20  # printed flaws
 
 
 def run(
@@ -30,16 +30,16 @@ def run(
     """Prove that weights came from a run's trajectories.
 
     \b
-    A run names by hashes, checkpoint by checkpoint, what each was made from: base model, configuration, trajectories,
-    verdicts. This reads all of it and says which byte is not what it was. With --replay it computes every policy again
-    from the base model, the seed and the saved groups, and says at which step the weights differ. All code that runs
-    is that of CONFIG. An exported model carries the chain as certificate.json. Exit code 1 if anything differs.
+    For every checkpoint, a run records the hashes of its base model, configuration, trajectories and verdicts. This
+    command checks all hashes. With --replay CONFIG, it recomputes every policy from base model, seed and saved groups,
+    and reports the first step with different weights; only CONFIG's code runs. Exported models carry the chain in
+    certificate.json. Exit code 1 if anything differs.
 
     \b
     art prove runs/mine
-    art prove 9f3c01d2                              the x-art-policy of a reply, looked for in runs/
-    art prove runs/mine --replay config.yaml        as long as the training itself, without the sampling
-    art prove mine-merged                           a directory that art export wrote
+    art prove 9f3c01d2                              a reply's x-art-policy, searched in runs/
+    art prove runs/mine --replay config.yaml        takes as long as training without sampling
+    art prove mine-merged                           a model from art export
     """
     from art_cli.config.compose import load_config
     from art_cli.models.base_files import base_digest
@@ -107,7 +107,7 @@ def run(
 
 
 def _replay(policies: "Iterable[Replayed]", last: int, facts: dict[str, Any], as_json: bool) -> str:
-    """Computes the policies again. Returns what is not as the run has it, or ""."""
+    """Recomputes the policies. Returns the first difference, or ""."""
     facts["replayed"], problem = [], ""
     for each in policies:
         facts["replayed"].append({**each._asdict(), "is_same": each.is_same})

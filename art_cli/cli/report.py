@@ -1,4 +1,4 @@
-"""`art report`: the history of a run and what to try next, as text, as JSON, or as one static page."""
+"""`art report`: a run's history and next ideas, as text, JSON or a static page."""
 
 import json
 import sys
@@ -20,13 +20,12 @@ def run(
     link: Link = None,
     as_json: Json = False,
 ) -> None:
-    """Show what happened in a run, and what to try next.
+    """Summarize a run, and suggest next ideas.
 
     \b
-    Evaluations with intervals, best and last checkpoint, reward, signal, entropy, clipping, gradients and lengths over
-    the steps, failures, time and cost, what each point of reward took, and what went wrong since when. It works on a
-    run that trains, that was killed, and that has no evaluations. Exit code 1 if the run has learned nothing so far:
-    every attempt failed, none called the model, or no step had a group with signal.
+    Prints evaluations with intervals, best and last checkpoint, curves (reward, signal, entropy, clipping, gradients,
+    lengths), failures, time, cost per point of reward, and findings. Works for running, killed and finished runs. Exit
+    code 1 if the run learned nothing: every attempt failed, none called the model, or no group had signal.
 
     \b
     art report runs/mine
@@ -47,7 +46,7 @@ def run(
         raise UsageError("--json and --conversation: one at a time")
     root = records(run)
     plain = msgspec.to_builtins(read_report(RunDir(root)))
-    if "://" in run:  # what it names is to be found there, and not in the copy of its records
+    if "://" in run:  # paths in the report refer to the store, not to the local copy
         here, there = (json.dumps(each)[1:-1] for each in (str(root), run.rstrip("/")))
         plain = json.loads(json.dumps(plain).replace(here, there))
     if html is not None:

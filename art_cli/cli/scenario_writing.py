@@ -1,4 +1,4 @@
-"""The work of `art scenarios`: asks a server for its tools, and a model for tasks until there are enough."""
+"""Task writing for `art scenarios`: asks a server for tools, and a model for tasks."""
 
 import asyncio
 import hashlib
@@ -28,13 +28,17 @@ from art_cli.runtime import threads
 from art_cli.runtime.errors import DataError, JudgeError, JudgeStopped, UsageError, printable
 from art_cli.runtime.log import Bar, shown_bar
 
+log = logging.getLogger(__name__)
+
+CALLS = 4  # concurrent calls per round
+MAX_IDLE = 3  # rounds without new tasks before giving up
 DIFFICULTIES = range(1, 6)
-BATCH = 10  # tasks of one call; more are often cut off, or repeat each other
-MAX_TASK = 4000  # characters of a task
-MAX_SHOWN = 40  # tasks that are shown as those that are there already
-MAX_SHOWN_TASK = 400  # characters of each
-MAX_TOOLS = 60_000  # characters of all tools as JSON from which a call shows only those that it is about
-SAME = 0.8  # share of their words that two tasks have in common (Jaccard) from which they are the same
+BATCH = 10  # tasks per call; larger answers are often cut off or repetitive
+MAX_TASK = 4000  # characters per task
+MAX_SHOWN = 40  # existing tasks in a prompt
+MAX_SHOWN_TASK = 400  # characters per existing task
+MAX_TOOLS = 60_000  # characters of JSON; above it, a call includes only the requested tools
+SAME = 0.8  # Jaccard similarity of words that makes tasks duplicates
 
 SYSTEM = """\
 You write tasks for training an agent that has tools. The agent sees nothing but the task and the tools. A task is one
@@ -54,14 +58,14 @@ The tools:
 
 
 class TaskPlan(NamedTuple):
-    """The plan of a task to come. Example: TaskPlan("search", 3)"""
+    """A requested task. Example: TaskPlan("search", 3)"""
 
     tool: str
     difficulty: int
 
 
 class AnswerError(Exception):
-    """The answer cannot be read. The message can be sent back to the model."""
+    """An unreadable answer. The message can be sent to the model."""
 
 
 @dataclass
@@ -70,17 +74,17 @@ class Tasks:
 
     tools: Sequence[str]  # names of the server's tools
     found: list[Json] = field(default_factory=list)
-    num_same: int = 0  # tasks left out because they repeat another
-    num_unusable: int = 0  # tasks left out because they have the wrong shape
+    num_same: int = 0  # duplicates
+    num_unusable: int = 0  # malformed tasks
     _words: list[frozenset[str]] = field(default_factory=list)
 
     def keep(self, task: Json) -> None:
-        """Takes a task as it is."""
+        """Adds a task without checks."""
         self._words.append(words_of(task["task"]))
         self.found.append(task)
 
     def add(self, task: Json) -> bool:
-        """Returns whether the task was new."""
+        """Adds a task unless it is a duplicate. Returns True if added."""
         words = words_of(task["task"])
         if any(is_same(words, other) for other in self._words):
             self.num_same += 1
@@ -89,7 +93,7 @@ class Tasks:
         return True
 
     def places(self, count: int) -> list[TaskPlan]:
-        """Returns the plans of the next tasks: over all tools, and within a tool over all difficulties."""
+        """Returns the next requests, balanced over tools, and over difficulties per tool."""
         by_tool = Counter(tool for task in self.found for tool in task.get("tools", []) if isinstance(tool, str))
         by_place = Counter(
             TaskPlan(tool, task["difficulty"])
@@ -107,7 +111,7 @@ class Tasks:
         return places
 
     def near(self, places: Sequence[TaskPlan]) -> list[str]:
-        """Tasks that the model is not to repeat: the newest ones of the same tools first."""
+        """Returns existing tasks to avoid: the newest first, same tools first."""
         wanted = {place.tool for place in places}
         newest = sorted(reversed(self.found), key=lambda task: wanted.isdisjoint(_names(task)))
         return [str(task["task"])[:MAX_SHOWN_TASK] for task in newest[:MAX_SHOWN]]
@@ -118,7 +122,7 @@ def _names(task: Json) -> set[str]:
 
 
 def questions(tools: Sequence[Json], places: Sequence[TaskPlan], there_are: Sequence[str]) -> list[Json]:
-    """Returns the messages that ask for one task for each place. `tools` as OpenAI's functions."""
+    """Returns messages that request a task per place. `tools` have OpenAI's format."""
     shown = _show(tools, {place.tool for place in places})
     wanted = "\n".join(f"- difficulty {place.difficulty}, with the tool {place.tool}" for place in places)
     before = "".join(f"- {json.dumps(task, ensure_ascii=False)}\n" for task in there_are)
@@ -128,7 +132,7 @@ def questions(tools: Sequence[Json], places: Sequence[TaskPlan], there_are: Sequ
 
 
 def _show(tools: Sequence[Json], wanted: set[str]) -> str:
-    """Returns the tools as JSON, a line each; of too many only those that are wanted, and the names of the others."""
+    """Returns tools as JSON lines. For many tools, only wanted tools, and other names."""
     lines = {tool["function"]["name"]: json.dumps(tool["function"], ensure_ascii=False) for tool in tools}
     if sum(map(len, lines.values())) <= MAX_TOOLS:
         return "\n".join(lines.values())
@@ -153,14 +157,14 @@ def schema(tools: Sequence[str]) -> Json:
 
 
 class TaskAnswer(NamedTuple):
-    """The content of an answer: usable tasks, and the reasons why others are not."""
+    """An answer's usable tasks, and problems with other tasks."""
 
     tasks: list[Json]
     problems: list[str]
 
 
 def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
-    """Returns the tasks of an answer, also from a code fence or prose. Raises AnswerError if there is no list."""
+    """Extracts tasks from an answer, also from code fences or prose. Raises AnswerError without a list."""
     tasks = _document(text).get("tasks")
     if not isinstance(tasks, list):
         raise AnswerError('"tasks" is not a list')
@@ -178,7 +182,7 @@ def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
 
 
 def _document(text: str) -> Json:
-    """Returns the JSON object of an answer: all of it, or what stands between its first and last brace."""
+    """Parses an answer as a JSON object, or the text between the outer braces."""
     said = text.rpartition("</think>")[2].strip()
     begin, end = said.find("{"), said.rfind("}")
     for piece in (said, said[begin : end + 1] if begin >= 0 else ""):
@@ -192,7 +196,7 @@ def _document(text: str) -> Json:
 
 
 def _problem(task: Any, known: set[str]) -> str:
-    """Returns what is wrong with a task of an answer, or "" if nothing is."""
+    """Returns a problem with a task, or ""."""
     if not isinstance(task, dict) or not isinstance(task.get("task"), str) or not task["task"].strip():
         return '"task" is not a text'
     if len(task["task"]) > MAX_TASK:
@@ -211,33 +215,33 @@ def _problem(task: Any, known: set[str]) -> str:
 
 
 def complaint(text: str, problem: str) -> list[Json]:
-    """Returns the unusable answer and what is wrong with it, as the next two messages."""
+    """Returns messages with an unusable answer and the problem."""
     request = f"This answer cannot be used: {problem}. Answer again with one JSON object and nothing else."
     return [{"role": "assistant", "content": text[:20_000] or "(nothing)"}, {"role": "user", "content": request}]
 
 
 def task_id(text: str) -> str:
-    """Returns the same for the same words."""
+    """Returns an id by a hash of the text."""
     return f"task-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 def words_of(text: str) -> frozenset[str]:
-    """Returns the words and numbers of a text, whatever their case, accents and punctuation."""
+    """Returns the words and numbers, without case, accents and punctuation."""
     plain = unicodedata.normalize("NFKD", text).casefold()
     return frozenset(re.findall(r"\w+", "".join(letter for letter in plain if not unicodedata.combining(letter))))
 
 
 def is_same(one: frozenset[str], other: frozenset[str]) -> bool:
-    """Returns whether two tasks are nearly the same. Seven of eight words each in common are 7 / 9, which is not."""
+    """Returns True for near duplicates. 7 common words out of 8 and 8 give 7 / 9, which is below 0.8."""
     shorter, longer = sorted((len(one), len(other)))
     if shorter < SAME * longer:
-        return False  # they cannot have enough in common
+        return False
     common = len(one & other)
     return common >= SAME * (shorter + longer - common)
 
 
 def spread(tasks: Iterable[Json]) -> tuple[Counter[int], Counter[str]]:
-    """Counts the tasks of each difficulty, and for each tool."""
+    """Counts tasks per difficulty and per tool."""
     by_difficulty, by_tool = Counter[int](), Counter[str]()
     for task in tasks:
         if isinstance(task.get("difficulty"), int):
@@ -246,15 +250,9 @@ def spread(tasks: Iterable[Json]) -> tuple[Counter[int], Counter[str]]:
     return by_difficulty, by_tool
 
 
-log = logging.getLogger(__name__)
-
-CALLS = 4  # calls at once; each knows what was there before all of them
-MAX_IDLE = 3  # number of rounds without a new task after which the model is given up
-
-
 @dataclass
 class Written:
-    """The result: the tasks in the file, their cost, and the problem that ended the writing early, if any."""
+    """The result: all tasks in the file, their cost, and any problem."""
 
     path: Path
     environment: str
@@ -262,7 +260,7 @@ class Written:
     num_before: int
     tasks: Tasks
     usage: Usage
-    problem: str = ""  # why there are fewer than wanted
+    problem: str = ""  # reason for missing tasks
 
     def as_dict(self) -> dict[str, Any]:
         by_difficulty, by_tool = spread(self.tasks.found)
@@ -293,7 +291,7 @@ def write(
     overrides: Sequence[str],
     is_more: bool,
 ) -> Written:
-    """Writes the file. Raises UsageError, Interrupted, and JudgeError if no task was added."""
+    """Writes the file. Raises UsageError, Interrupted, and JudgeError without new tasks."""
     if kind != "mcp":
         raise UsageError(f"{kind!r}: tasks are written for mcp; other environments have scenarios of their own")
     before = _tasks_before(output, is_more=is_more)
@@ -322,7 +320,8 @@ def write(
 
 
 def _tasks_before(output: Path, *, is_more: bool) -> list[Json]:
-    """Returns the tasks of the file. Raises UsageError if it exists without --append, DataError if it has others."""
+    """Returns existing tasks. Raises UsageError for an existing file without --append, DataError for other
+    scenarios."""
     if not output.exists():
         return []
     if not is_more:
@@ -337,7 +336,7 @@ def _tasks_before(output: Path, *, is_more: bool) -> list[Json]:
 
 
 def _choose_model(config: Path | None, overrides: Sequence[str], model: str | None) -> tuple[RulerJudgeConfig, Path]:
-    """Returns the settings of the model that writes, and the directory of its configuration. Raises UsageError."""
+    """Returns the writing model's settings, and the configuration's directory. Raises UsageError."""
     loaded = choose_judge(config, overrides, model=model)
     if not isinstance(loaded.config, RulerJudgeConfig):
         raise UsageError("a judge that is a language model writes the tasks; name one with --model, or judge=ruler")
@@ -348,7 +347,7 @@ def _choose_model(config: Path | None, overrides: Sequence[str], model: str | No
 
 
 def _find_tools(place: str, config: Path | None) -> list[Json]:
-    """Returns the server's tools. Raises UsageError if it cannot be reached, or has none."""
+    """Returns the server's tools. Raises UsageError."""
     library = library_named("mcp")
     if problem := not_installed(library):
         raise UsageError(f"{problem}; {cure(library)}")
@@ -365,7 +364,7 @@ def _find_tools(place: str, config: Path | None) -> list[Json]:
 
 
 class _Writer:
-    """A writer of tasks: asks for them in rounds of calls, and writes the file after each round."""
+    """Requests tasks in rounds of calls, and writes the file after every round."""
 
     def __init__(self, caller: Caller, tools: list[Json], written: Written, bar: Bar | None) -> None:
         self._caller, self._tools, self._written, self._bar = caller, tools, written, bar
@@ -388,8 +387,7 @@ class _Writer:
         self._written.problem = ""
 
     async def _round(self) -> None:
-        """Makes as many calls as are needed, each for other tasks. Raises JudgeStopped if no further call can
-        succeed."""
+        """Requests up to CALLS batches of tasks. Raises JudgeStopped if further calls cannot succeed."""
         tasks, wanted = self._written.tasks, self._written.num_wanted
         places = tasks.places(min(wanted - len(tasks.found), CALLS * BATCH))
         batches = [places[first : first + BATCH] for first in range(0, len(places), BATCH)]
@@ -411,7 +409,7 @@ class _Writer:
             log.warning("%s", failure)
 
     async def _ask(self, places: list[TaskPlan]) -> list[Json]:
-        """Returns the usable tasks of an answer. One that cannot be read is sent back once. Raises JudgeError."""
+        """Returns usable tasks. Sends an unreadable answer back once. Raises JudgeError."""
         first = questions(self._tools, places, self._written.tasks.near(places))
         messages, problem = first, ""
         for _ in range(2):

@@ -26,10 +26,9 @@ def run(
 ) -> None:
     """Have a model write tasks for an MCP server.
 
-    Each task has an id, the tools that it needs and a difficulty from 1 to 5. They are spread over the tools and the
-    difficulties, and a task that nearly repeats another is left out. The file is what rollout.scenarios
-    names, with a judge such as RULER, because the tasks have no answer. The model is called as judges are, so judge.*
-    sets its address, its budget and its patience.
+    Tasks have an id, required tools, and a difficulty from 1 to 5, and cover all tools and difficulties without near
+    duplicates. Use the file as rollout.scenarios. The tasks have no answers, so score them with a judge such as RULER.
+    Settings under judge.* apply to the writing model: address, budget, timeouts.
 
     \b
     art scenarios mcp "python server.py" -o tasks.jsonl --num 100 judge.budget_usd=2

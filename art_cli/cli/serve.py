@@ -1,4 +1,4 @@
-"""`art serve`: checkpoints behind an OpenAI-compatible API. Prints commands that call it and work as printed."""
+"""`art serve`: checkpoints behind an OpenAI-compatible API. Prints working example commands."""
 
 import json
 import logging
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How long a thread that reads a hostile request may keep the interpreter from the event loop. With Python's 5 ms a
-# request of the loop, which takes several turns, waited 38 ms in the median under attack
-# (benchmarks/attacks/serve_attack.py).
+# Longest time for a thread to block the interpreter while parsing a hostile request. With Python's default, 5 ms, the
+# median latency of other requests under attack was 38 ms (benchmarks/attacks/serve_attack.py).
 SWITCH_S = 0.0005
 
 KEY_VARIABLE = "ART_API_KEY"
@@ -66,12 +65,12 @@ def run(
     """Put checkpoints behind an OpenAI-compatible API.
 
     \b
-    art serve runs/mine                           its best evaluated checkpoint, as model `mine`
-    art serve runs/mine --last --follow           its newest, and each new one as training writes it
+    art serve runs/mine                           the best evaluated checkpoint, as model `mine`
+    art serve runs/mine --last --follow           the newest checkpoint, updated during training
     art serve small=runs/a large=runs/b/checkpoints/step_0040
     ART_API_KEY=... art serve runs/mine --host 0.0.0.0
 
-    SIGTERM and Ctrl-C let running requests end, and refuse new ones with 503.
+    SIGTERM and Ctrl-C finish running requests, and refuse new requests with 503.
     """
     from art_cli.chat.api_keys import check_exposure, read_keys
     from art_cli.runtime import threads
@@ -107,7 +106,7 @@ def run(
 
 
 def warn_of_open_key(context: typer.Context) -> None:
-    """Warns if the key was given on the command line, and not by its environment variable."""
+    """Warns about an API key on the command line."""
     source = context.get_parameter_source("api_key")
     if source is not None and source.name == "COMMANDLINE":
         log.warning(
@@ -118,7 +117,7 @@ def warn_of_open_key(context: typer.Context) -> None:
 def _find_sources(
     texts: Sequence[str], *, which: "Which", base: str | None, dtype: str | None, directory: Path
 ) -> "list[Source]":
-    """Returns the source of each `[NAME=]CHECKPOINT`. Raises UsageError if it is neither here nor on the hub."""
+    """Resolves every `[NAME=]CHECKPOINT`. Raises UsageError if one is neither here nor on the hub."""
     from art_cli.models.base_source import find_base, require_base
     from art_cli.serving.served_model import find_source
 
@@ -139,9 +138,9 @@ def _choose_engine(
     *,
     is_trusted: bool = False,
 ) -> "EngineConfig":
-    """Returns the requested engine; `auto` is one that this machine has and that can serve these sources.
+    """Returns the requested engine. `auto` selects an installed engine that can serve the sources.
 
-    Raises UsageError, before anything runs, if an untrusted run names the program that is vLLM.
+    Raises UsageError if an untrusted run names vLLM's program, before starting the program.
     """
     from art_cli.loop.engine_choice import Machine, choose_engine
     from art_cli.serving.served_policies import check_trust, engine_config, read_knobs
@@ -174,7 +173,7 @@ def _choose_engine(
 
 
 def _endpoint_key(source: "Source") -> tuple[object, ...] | None:
-    """Returns what tells the endpoint of a run's prompt from others, or None if the model is one of `art`'s own."""
+    """Identifies the endpoint for a run's prompt. Returns None for local models."""
     if not source.is_hosted:
         return None
     trained = _trained_engine([source])
@@ -184,7 +183,7 @@ def _endpoint_key(source: "Source") -> tuple[object, ...] | None:
 def _endpoint_of(
     source: "Source", trained: "Mapping[str, object]", settings: "Mapping[str, object]", *, is_trusted: bool
 ) -> str:
-    """Returns the engine of the endpoint that a run's prompt is for. Raises UsageError if the run is not trusted."""
+    """Returns the engine name for a prompt's endpoint. Raises UsageError for an untrusted run."""
     name = str(trained.get("name"))
     if not is_trusted and "base_url" not in settings:
         where = printable(str(trained.get("base_url")), limit=200)
@@ -196,7 +195,7 @@ def _endpoint_of(
 
 
 def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
-    """Returns the engine section of the first source's run."""
+    """Returns the first run's engine section."""
     from art_cli.runs.run_checkpoints import run_config
 
     section = run_config(sources[0].run).get("engine")
@@ -204,7 +203,7 @@ def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
 
 
 class Key(NamedTuple):
-    """Expressions that read the key in a shell and in Python. The key itself is never printed."""
+    """Shell and Python expressions that read the key. The key is never printed."""
 
     in_shell: str
     in_python: str
@@ -220,7 +219,7 @@ def how_to_get_key(has_keys: bool, file: Path | None) -> Key | None:
 
 
 def _greet(root: str, sources: "Sequence[Source]", key: Key | None, as_json: bool) -> None:
-    """Prints the address and commands that call it."""
+    """Prints the address and example commands."""
     if as_json:
         models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]
         _write(json.dumps({"url": f"{root}/v1", "models": models}))

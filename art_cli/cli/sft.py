@@ -1,4 +1,4 @@
-"""`art sft`: warm-starts a policy from chat transcripts, or from its best scored attempts; writes a checkpoint."""
+"""`art sft`: trains a checkpoint on chat transcripts, or on the best scored attempts."""
 
 import json
 import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Command(TyperCommand):
-    """The command `sft`, whose --best-of may stand without its number. Typer has no option with an optional value."""
+    """The command `sft` with an optional value for --best-of, which Typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         following = [*args, ""][1:]
@@ -47,10 +47,9 @@ def run(
 ) -> None:
     """Warm-start from chats, or from the best attempts.
 
-    Trains on the assistant's tokens only, with the config's `sft` section or its defaults, and writes a checkpoint.
-    It begins at the base model, or at --checkpoint.
-    With --best-of it learns from scored trajectories, a file or a run: the best attempts of each group, with the tokens
-    that were sampled. An attempt must be better than the worst of its group, or have --min-reward.
+    Trains the base model or --checkpoint on the assistant's tokens, by the settings in `sft`, and writes a checkpoint.
+    --best-of trains on the best scored attempts per group, from a file or run, with the sampled tokens. Attempts must
+    beat the worst in the group, or reach --min-reward.
 
     \b
     art sft config.yaml demos.jsonl -o warm
@@ -99,10 +98,7 @@ def run(
 
 
 def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Returns the files to learn from, and the settings among the words after the first file.
-
-    Raises UsageError if a file does not exist.
-    """
+    """Separates files from settings. Raises UsageError for a missing file."""
     settings = [word for word in words if ("=" in word or word.startswith("~")) and not os.path.exists(word)]
     files = [demos, *(Path(word) for word in words if word not in settings)]
     for file in files:
@@ -112,9 +108,9 @@ def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -> list[str]:
-    """Returns the setting of `sft.demos` that the command line's files stand for, unless it is given besides.
+    """Returns a setting for `sft.demos` from the files, unless the command line has one.
 
-    So the section `sft` of a configuration may leave it out. Raises ConfigError if the setting names other examples.
+    Raises ConfigError for a setting with other files.
     """
     values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in settings)}
     from art_cli.config.key_locations import COMMAND_LINE
@@ -132,10 +128,7 @@ def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -
 def _with_options(
     loaded: "LoadedConfig", files: Sequence[Path], *, best_of: int | None, min_reward: float | None
 ) -> "LoadedConfig":
-    """Returns the configuration with the command's options in its `sft` section.
-
-    Raises UsageError for a directory, or a lowest reward, without --best-of.
-    """
+    """Copies the command's options to `sft`. Raises UsageError for a directory or --min-reward without --best-of."""
     section = loaded.config.sft
     assert section is not None, "the command names its transcripts"
     given = {"best_of": best_of, "min_reward": min_reward}

@@ -1,4 +1,4 @@
-"""`art step`: one policy update from a file of scored trajectories; writes a checkpoint."""
+"""`art step`: one policy update from scored trajectories."""
 
 import json
 import sys
@@ -24,9 +24,9 @@ def run(
 ) -> None:
     """Take one policy update from a file.
 
-    Of a run it takes the checkpoint that sampled the attempts, where one did. Writes the checkpoint that `art train`
-    would have written after the same trajectories. Exit code 1, and no checkpoint, if nothing can be learned from them:
-    no attempt has tokens, all failed, or no group has signal.
+    Writes the same checkpoint as `art train` after these trajectories. If --checkpoint is a run, starts from the
+    checkpoint that sampled the attempts. Exit code 1, without a checkpoint, if no attempt has tokens, all failed, or no
+    group has signal.
 
     \b
     art step config.yaml scored.jsonl -o step_0001

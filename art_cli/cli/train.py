@@ -1,4 +1,4 @@
-"""`art train`: one run, or a sweep of them one after the other."""
+"""`art train`: trains one run, or a sweep of runs."""
 
 import json
 import sys
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Overrides = None,
-    is_fresh: Annotated[bool, Option("--fresh", help="A new run beside an existing one, never over it.")] = False,
+    is_fresh: Annotated[bool, Option("--fresh", help="Start a new run; keep the existing one.")] = False,
     is_multirun: Annotated[bool, Option("-m", "--multirun", help="A run for each of a=1,2 b=x,y.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train; run again, it resumes.
+    """Train; run again to resume.
 
-    It stops when train.steps are done. A run that was interrupted at any moment goes on where it stopped. Exit code 1
-    if the whole run learned nothing: every attempt failed, none called the model, or no step had a group with signal.
+    Trains for train.steps steps. An interrupted run resumes where it stopped. Exit code 1 if the run learned nothing:
+    every attempt failed, none called the model, or no group had signal.
 
     \b
     art train config.yaml
     art train config.yaml train.learning_rate=1e-4 judge=rollout
-    art train config.yaml hardware=h100 algorithm=gspo    (all of them: docs/config.md)
+    art train config.yaml hardware=h100 algorithm=gspo    (see docs/config.md)
     art train config.yaml -m train.learning_rate=1e-4,5e-4 loss=grpo,dapo
     """
     from art_cli.config.compose import load_config, load_sweep
@@ -40,7 +40,7 @@ def run(
 
     runs = load_sweep(config, overrides or []) if is_multirun else [load_config(config, overrides or [])]
     if is_multirun:
-        for loaded in runs:  # a mistake in the last run is reported before the first one begins
+        for loaded in runs:  # report all mistakes before training
             check_ready(loaded, is_training=True)
     faults = []
     for number, loaded in enumerate(runs):
@@ -50,7 +50,7 @@ def run(
         except Paused as error:
             if not is_multirun:
                 raise
-            faults.append(str(error))  # the other runs of a sweep go on
+            faults.append(str(error))  # continue the sweep
             continue
         sys.stdout.write(_as_json(result) if as_json else printable_lines(_as_text(result)))
         faults += [f"{result.root}: {fault}"] if (fault := result.closing["fault"]) else []
@@ -64,7 +64,7 @@ def _as_json(result: "TrainResult") -> str:
 
 
 def _as_text(result: "TrainResult") -> str:
-    """Returns the end of the run, its first, best and last evaluation, and the checkpoint to serve."""
+    """Returns the outcome: first, best and last evaluation, and the checkpoint to serve."""
     from art_cli.reports.pages.report_text import closing_text
 
     line = f"{result.root}: finished, {result.step} steps"

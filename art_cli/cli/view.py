@@ -1,4 +1,4 @@
-"""`art view`: runs and trajectories as a local web page, or as one HTML file."""
+"""`art view`: shows runs and trajectories in a local web page or an HTML file."""
 
 import contextlib
 import logging
@@ -34,19 +34,19 @@ def run(
     drawing: Annotated[Path | None, Option("--drawing", metavar="FILE", help="State drawing; docs/view.md.")] = None,
     is_open: Annotated[bool, Option("--open/--no-open", help="Open a browser.")] = True,
 ) -> None:
-    """See curves, attempts and conversations in a page.
+    """Show curves, attempts and conversations in a page.
 
     \b
-    art view runs/mine                      follows the run while it trains; Ctrl-C ends
-    art view runs/a runs/b                  curves over each other, and how the configurations differ
+    art view runs/mine                      follows the run while it trains; Ctrl-C exits
+    art view runs/a runs/b                  common curves, and differences of configurations
     art view runs                           every run in the directory
-    art view s3://bucket/prefix/mine        as it is in the store now
+    art view s3://bucket/prefix/mine        the current state in the store
     art view trajectories.jsonl             any file of trajectories: ours, OpenPipe ART's, {"messages": [...]} lines
-    art view runs/mine --html mine.html     one file that opens from disk without a network
+    art view runs/mine --html mine.html     one file that needs no network
     ART_API_KEY=... art view runs/mine --endpoint http://127.0.0.1:8000/v1
-                                            with a chat beside each trajectory; art serve runs/mine is such an endpoint
+                                            with a chat next to every trajectory (see art serve)
 
-    Nothing is uploaded, and nothing is written but the file of --html and your own labels (docs/trust.md).
+    Uploads nothing. Writes only the --html file and your labels (docs/trust.md).
     """
     from art_cli.chat.api_keys import is_loopback
     from art_cli.view.page_answers import Answers
@@ -109,7 +109,7 @@ async def _relay(endpoint: str | None, model: str | None) -> "ChatRelay | None":
 
 
 def _open_browser(url: str) -> None:
-    """Opens the page if there is a screen; otherwise the printed address is enough."""
+    """Opens the page if a screen is available."""
     import webbrowser
 
     has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")

@@ -1,4 +1,4 @@
-"""Checks of the judges: retirement of their models, keys, and one call about two short attempts."""
+"""Judge checks: model retirement, API keys, one call."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Checks of the model: loading it, engine and learner on the same tokens, one update, disk space."""
+"""Model checks: loading, equal logprobs in engine and learner, one update, disk space."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ FIRST_STEP = 10  # time of the first step in forward passes: 3 for the step, the
 
 
 def open_model(opened: Opened) -> tuple[Opened, Finding]:
-    """Loads the weights and makes the learner; returns both with the finding."""
+    """Loads the weights and creates the learner."""
     loaded, directory = opened.loaded, opened.loaded.directory
     name = loaded.config.model.base
     if not loaded.config.engine.can_train:
@@ -151,7 +151,7 @@ def _update_takes(opened: Opened, length: int) -> str:
 
 
 def check_disk(opened: Opened, part: Part) -> Finding:
-    """Compares the free disk space with the size of the kept checkpoints and of all trajectories."""
+    """Compares free disk space with the estimated size of checkpoints and trajectories."""
     assert opened.learner
     config = part.loaded.config
     checkpoint = opened.scratch / "checkpoint"

@@ -14,13 +14,13 @@ from art_cli.runs.trajectory import Json, Trajectory
 
 @dataclass(frozen=True)
 class Opened:
-    """The run and, after the model check, its model. The learner is also open for a search for a prompt."""
+    """The run and, after the model check, its model."""
 
     loaded: LoadedConfig
     scratch: Path
     asks_judge: bool = True  # False with --no-judge
     asked: set[str] = field(default_factory=set)  # judges that were asked; sources may share a judge
-    weights: Weights | None = None  # None if a server has them
+    weights: Weights | None = None  # None for weights on a server
     policy: PolicySpec | None = None
     tokenizer: Any = None
     learner: Learner | None = None
@@ -28,11 +28,11 @@ class Opened:
 
 @dataclass
 class Part:
-    """One source of the run ("" for the whole run), with the check results that later checks read."""
+    """One source ("" for the whole run), with results for later checks."""
 
     source: str
     loaded: LoadedConfig
     scenarios: list[Json] = field(default_factory=list)
     judge: Judge | None = None
-    played: list[Trajectory] = field(default_factory=list)  # two attempts at the first scenario; all for the whole run
+    played: list[Trajectory] = field(default_factory=list)  # two attempts per source
     slowness: str = ""  # why these attempts took longer than they need

@@ -1,8 +1,7 @@
-"""Preflight: every requirement of a run, tried once; each finding has its cure.
+"""Preflight: tries every requirement of a run once, from cheap to expensive, until the first failure.
 
-The checks go from cheap to expensive, and the first failure ends them. A check that may take long first logs an
-estimate of its time. Nothing is written outside a temporary directory. A judge that costs money is asked once about two
-short attempts, and its finding has the cost.
+Slow checks log an estimated time. Nothing is written outside a temporary directory. A paid judge is called once, about
+two short attempts, and the finding reports the cost.
 """
 
 import time
@@ -21,7 +20,7 @@ from art_cli.runtime.errors import ArtError
 
 
 class Check(NamedTuple):
-    """One check. It returns None if the run has nothing to check."""
+    """One check. `find` returns None if the check does not apply."""
 
     name: str
     find: Callable[[Opened, Part], Finding | None]
@@ -51,18 +50,18 @@ AFTER_MODEL = (
 
 
 class Preflight:
-    """The checks of one run in order. `parts` has the sources by name; a run without sources is the source ""."""
+    """Runs all checks. `parts` maps source names to parts; a run without sources has the part ""."""
 
     def __init__(self, loaded: LoadedConfig, scratch: Path, asks_judge: bool = True) -> None:
         self.opened = Opened(loaded, scratch, asks_judge)
         self.parts = {name: Part(name, of_source) for name, of_source in loaded.by_source.items()}
 
     def check(self) -> Iterator[Finding]:
-        """Yields each finding as soon as it is made."""
+        """Yields every finding immediately."""
         engine = self.opened.loaded.config.engine
         vllm = engine if isinstance(engine, VllmEngineConfig) else None
         for found in check_gpu(vllm.python if vllm else None):
-            yield found if vllm else found._replace(is_good=True)  # without a compiler vLLM ends; others are slower
+            yield found if vllm else found._replace(is_good=True)  # only vLLM needs the compiler
             if vllm and not found.is_good:
                 return
         yield (finding := setup_checks.check_engine(self.opened))

@@ -1,4 +1,4 @@
-"""Checks of the agent: its scenarios, its code, two attempts at the first scenario, and its tools."""
+"""Rollout checks: scenarios, code, two attempts, tools."""
 
 import json
 import logging
@@ -69,7 +69,7 @@ def check_entries(opened: Opened, part: Part) -> Finding:
     entry, environment, python = config.rollout.entry, config.rollout.environment, config.rollout.python
     where = ""
     if config.rollout.cluster is not None:
-        where = " on the cluster's nodes"  # only the nodes may have what it imports
+        where = " on the cluster's nodes"  # imports may be available only there
     elif environment is not None or python is not None:
         version = threads.run(_load_elsewhere(part))
         where = "" if python is None else f" in Python {version} at {python}"
@@ -188,8 +188,8 @@ def _base_success(played: Sequence[Trajectory]) -> str:
 def _sampling_note(played: Sequence[Trajectory]) -> str:
     """Returns the reason why the attempts sampled the same tokens; "" if they differ.
 
-    The probability of the tokens shows the reason. If it is high, the model is sure of them, or top_p and top_k leave
-    no other tokens. If it is very low, something fixed the random numbers.
+    A high probability of the tokens means a confident model, or strict top_p and top_k. A very low probability means
+    fixed random numbers.
     """
     turns = [turn for trajectory in played for turn in trajectory.turns]
     if not turns:
@@ -232,7 +232,7 @@ def _is_odd(tool: Json) -> bool:
 
 
 def _shows_tools(tokenizer: Any, trajectory: Trajectory) -> bool:
-    """Returns True if the first prompt changes when it is rendered without the tools."""
+    """Returns True if the rendered prompt depends on the tools."""
     asked = []
     for message in trajectory.messages:
         if message["role"] == "assistant":

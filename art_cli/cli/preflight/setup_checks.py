@@ -1,4 +1,4 @@
-"""Checks of what surrounds a run: engine, object store, nodes, the run's directory, trackers, cluster."""
+"""Setup checks: engine, object store, nodes, run directory, trackers, cluster."""
 
 import os
 import socket
