@@ -1,6 +1,6 @@
 """Trains language-model agents by reinforcement learning, from a YAML file and one Python function.
 
-What a rollout's author or a notebook needs is here by name, and imported when it is first used:
+Names for rollouts and notebooks, imported on first use:
 
     from art_cli import Outcome                                        # in rollout.py
     art_cli.train(art_cli.load("config.yaml", "train.steps=3"))        # in a notebook, see docs/how-it-works.md
@@ -68,7 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "small_models":  # recipes that users have copied import it
+    if name == "small_models":  # imported by older copies of recipes
         return import_module("art_cli.models.builtin_models")
     if name not in _HOMES:
         raise AttributeError(f"module 'art_cli' has no attribute {name!r}")

@@ -1,17 +1,17 @@
-"""`python -m art_cli` is `art`: what has to be settled before anything is imported.
+"""`python -m art_cli` is `art`: set-up that must precede imports.
 
-Ctrl-C is quiet from here on, also while modules are imported. That takes a handler and no `except`, because what an
-import's own code catches, or reports as its failure, would not come here.
+Ctrl-C exits without a traceback, also during imports. This requires a signal handler, because imported code may catch
+KeyboardInterrupt or report it as an import error.
 
-Threads that compute wait politely. GNU's OpenMP reads its environment when torch is loaded.
+Idle OpenMP threads sleep early. GNU's OpenMP reads its environment when torch is loaded.
 """
 
 import os
 import signal
 
-# How often an idle OpenMP thread looks for work before it sleeps. GNU's default of 300,000 takes about 14 ms, for which
-# a thread that waits for another one holds its core; beside busy processes that made a small model's step 4 times as
-# slow. A thousand looks cost nothing on an idle machine (python -m benchmarks.speed.busy, benchmarks/results/LOG.md).
+# Polls by an idle OpenMP thread before it sleeps. GNU's default of 300,000 polls blocks a core for about 14 ms, which on a
+# busy machine made a small model's step 4 times slower. 1,000 polls cost nothing on an idle machine
+# (python -m benchmarks.speed.busy, benchmarks/results/LOG.md).
 SPIN_COUNT = "1000"
 
 
@@ -19,7 +19,9 @@ def main() -> None:
     """The console script `art`."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not: ignored, as in a shell's `art &`
+    is_default = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # False if ignored, for example in `art &`
     if is_default:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from art_cli.cli import app

@@ -6,9 +6,9 @@
     scored = judge(config, played)                         art judge
     taken = step(config, scored, "step_0004")              art step
 
-Each call returns when its work is done, and raises the ArtError whose line the command would print. If an event loop
-is running already (Jupyter), the work gets a thread and a loop of its own. Interrupting the notebook ends the work as
-Ctrl-C does on a terminal: what is complete is on disk.
+Calls block until the work is done, and raise the command's ArtError on failure. If an event loop is running (Jupyter),
+the work runs in a new thread with another event loop. Interrupting a notebook is like Ctrl-C on a terminal: complete
+results are saved.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def load(path: Path | str, *overrides: str) -> LoadedConfig:
 
 
 def train(config: LoadedConfig, *, fresh: bool = False) -> TrainResult:
-    """Trains until `train.steps` are done. An existing run is resumed; `fresh` starts a new one beside it."""
+    """Trains until `train.steps` are done. Resumes an existing run; `fresh` starts a new run and keeps the existing one."""
     return _wait(lambda: training.train(config, is_fresh=fresh))
 
 
@@ -46,10 +46,10 @@ def generate(
     step: int | None = None,
     output: Path | str | None = None,
 ) -> list[Trajectory]:
-    """Returns the trajectories of one step's scenarios, played with a checkpoint, a run, or "base".
+    """Plays a step's scenarios with a checkpoint, a run, or "base".
 
-    `checkpoint` None is the best evaluated one of the configuration's run, else its newest. The file `output` keeps the
-    trajectories; those in it already are not played again.
+    `checkpoint` defaults to the best evaluated or newest checkpoint in the configuration's run. `output` is a file for
+    the trajectories; trajectories in an existing file are not played again.
     """
     wanted = None if checkpoint is None else Path(checkpoint)
     with tempfile.TemporaryDirectory(prefix="art-generate-") as scratch:
@@ -58,7 +58,7 @@ def generate(
 
 
 def judge(config: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
-    """Returns the complete groups among the trajectories, scored by the configuration's judge. Raises JudgeError."""
+    """Scores the complete groups with the configuration's judge. Raises JudgeError."""
     return _wait(lambda: stages.judge(config, trajectories))
 
 
@@ -69,16 +69,16 @@ def step(
     *,
     checkpoint: Path | str | None = None,
 ) -> StepTaken:
-    """Returns the policy after one update on scored trajectories; its checkpoint is written to `output`."""
+    """Takes one update on scored trajectories, and writes the checkpoint to `output`."""
     wanted = None if checkpoint is None else Path(checkpoint)
     return _apart(lambda: stages.take_step(config, scored, Path(output), checkpoint=wanted))
 
 
-# --- beside a running event loop --------------------------------------------------------------------------------------
+# --- with a running event loop ----------------------------------------------------------------------------------------
 
 
 def _wait(make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-    """The coroutine's result. It runs in this thread, or in another one if this thread has a running event loop."""
+    """Runs a coroutine, in a new thread if this thread has a running event loop."""
     if not _has_loop():
         return threads.run(make())
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
@@ -97,12 +97,12 @@ def _wait(make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
 
 def _apart(function: Callable[[], Result]) -> Result:
-    """The result of a function that runs event loops itself; in another thread if one is running in this one."""
+    """Calls a function that runs event loops, in a new thread if this thread has a running event loop."""
     return _in_thread(function, lambda: None) if _has_loop() else function()
 
 
 def _in_thread(function: Callable[[], Result], cancel: Callable[[], None]) -> Result:
-    """The result of the function, which runs in a thread. An interrupt here cancels it and waits until it has ended."""
+    """Calls the function in a thread. An interrupt cancels the call and waits for its end."""
     future = threads.start_in_thread(function)
     try:
         return future.result()
