@@ -9,8 +9,8 @@ Idle OpenMP threads sleep early. GNU's OpenMP reads its environment when torch i
 import os
 import signal
 
-# Polls by an idle OpenMP thread before it sleeps. GNU's default of 300,000 polls blocks a core for about 14 ms, which on a
-# busy machine made a small model's step 4 times slower. 1,000 polls cost nothing on an idle machine
+# Polls by an idle OpenMP thread before it sleeps. GNU's default, 300,000 polls, blocks a core for about 14 ms, which on
+# a busy machine made a small model's step 4 times slower. 1,000 polls cost nothing on an idle machine
 # (python -m benchmarks.speed.busy, benchmarks/results/LOG.md).
 SPIN_COUNT = "1000"
 

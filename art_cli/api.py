@@ -35,7 +35,7 @@ def load(path: Path | str, *overrides: str) -> LoadedConfig:
 
 
 def train(config: LoadedConfig, *, fresh: bool = False) -> TrainResult:
-    """Trains until `train.steps` are done. Resumes an existing run; `fresh` starts a new run and keeps the existing one."""
+    """Trains for `train.steps` steps. Resumes an existing run; `fresh` starts a new run and keeps the old one."""
     return _wait(lambda: training.train(config, is_fresh=fresh))
 
 

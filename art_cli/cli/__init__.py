@@ -72,10 +72,7 @@ Checkpoint = Annotated[
 NewCheckpoint = Annotated[Path, Option("-o", "--output", metavar="DIR", help="The new checkpoint.", show_default=False)]
 Best = Annotated[bool, Option("--best", help="Use a run's best evaluated checkpoint; fail if it has none.")]
 Last = Annotated[bool, Option("--last", help="Use a run's newest checkpoint, not its best evaluated one.")]
-Base = Annotated[
-    str | None,
-    Option("--base", metavar="MODEL", help="The base model's new location."),
-]
+Base = Annotated[str | None, Option("--base", metavar="MODEL", help="The base model's new location.")]
 ApiKey = Annotated[
     str | None,
     Option("--api-key", metavar="KEY", envvar="ART_API_KEY", help="The key for clients.", show_envvar=True),
@@ -108,14 +105,24 @@ def which_checkpoint(is_best: bool, is_last: bool) -> "Which":
     return "best" if is_best else "newest" if is_last else "offered"
 
 
+def write(text: str) -> None:
+    """Writes lines to stdout immediately, without control characters."""
+    sys.stdout.write(printable_lines(text.rstrip("\n")) + "\n")
+    sys.stdout.flush()
+
+
+def print_result(result: object, text: str, as_json: bool) -> None:
+    """Prints a result as one line of JSON, or as text."""
+    write(json.dumps(result) if as_json else text)
+
+
 def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
     """Prints findings and cures as lines ("!" marks a doubt), or as a JSON list."""
     if as_json:
-        sys.stdout.write(json.dumps([finding._asdict() | {"state": finding.state} for finding in findings]) + "\n")
+        write(json.dumps([finding._asdict() | {"state": finding.state} for finding in findings]))
         return
     words = ["missing" if f.is_missing else "FAIL" if not f.is_good else "!" if f.cure else "ok" for f in findings]
     width = max(map(len, [*words, "FAIL"]))
     for finding, word in zip(findings, words, strict=True):
         cure = f"\n{'':{width}s} {'':10s} -> {finding.cure}" if finding.cure else ""
-        sys.stdout.write(printable_lines(f"{word:{width}s} {finding.name:10s} {finding.message}{cure}\n"))
-    sys.stdout.flush()  # also into pipes
+        write(f"{word:{width}s} {finding.name:10s} {finding.message}{cure}")

@@ -2,14 +2,13 @@
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from art_cli.cli import ApiKey, ClientKeyFile, Drain, Host, Json, MaxBody, Port
+from art_cli.cli import ApiKey, ClientKeyFile, Drain, Host, Json, MaxBody, Port, print_result
 from art_cli.cli.serve import Key, how_to_get_key, warn_of_open_key
 from art_cli.runtime.errors import UsageError
 
@@ -151,14 +150,14 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
     path = find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
     log.info("loading %s", given)
     bare = loaded.model.model_copy(update={"lora": None})
-    if loaded.learner.name == "unsloth":
+    learner, total = loaded.learner, gpu_bytes(loaded.learner.device)
+    if learner.name == "unsloth":
         from art_cli.learners import unsloth
 
-        weights = load_weights(bare, path, device=loaded.learner.device, load=unsloth.load_bare)
+        weights = load_weights(bare, path, device=learner.device, load=unsloth.load_bare)
         unsloth.check_adapters(weights)
     else:
-        weights = load_weights(bare, path, device=loaded.learner.device)
-    learner, total = loaded.learner, gpu_bytes(loaded.learner.device)
+        weights = load_weights(bare, path, device=learner.device)
     if total and isinstance(learner, BaseLearnerConfig) and learner.gradient_checkpointing == "auto":
         run = run_memory(
             model_size(path),
@@ -170,27 +169,17 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
         )
         learner = learner.model_copy(update={"gradient_checkpointing": checkpoint_from(total, run)})
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
-    is_whole = loaded.model.lora is None
+    is_whole, template = loaded.model.lora is None, loaded.model.chat_template
     if is_whole:
         log.info("model.lora is null: each client trains a copy of all weights, whatever rank it asks for")
-    return Base(
-        weights,
-        name=given,
-        lora=lora,
-        learner=learner,
-        is_whole=is_whole,
-        chat_template=loaded.model.chat_template,
-    )
+    return Base(weights, name=given, lora=lora, learner=learner, is_whole=is_whole, chat_template=template)
 
 
 def _greet(root: str, name: str, key: Key | None, as_json: bool) -> None:
     """Prints the address and a connecting command."""
-    if as_json:
-        sys.stdout.write(json.dumps({"url": root, "base_model": name}) + "\n")
-    else:
-        sys.stdout.write(
-            f"{name} is trained and sampled at {root}\n\n"
-            f"TINKER_BASE_URL={root} TINKER_API_KEY={key.in_shell if key else 'tml-any'} python -c 'import tinker; "
-            f"print(tinker.ServiceClient().get_server_capabilities())'\n"
-        )
-    sys.stdout.flush()
+    text = (
+        f"{name} is trained and sampled at {root}\n\n"
+        f"TINKER_BASE_URL={root} TINKER_API_KEY={key.in_shell if key else 'tml-any'} python -c 'import tinker; "
+        f"print(tinker.ServiceClient().get_server_capabilities())'"
+    )
+    print_result({"url": root, "base_model": name}, text, as_json)

@@ -1,17 +1,15 @@
 """`art checkpoints`: lists, prunes, forks and imports a run's checkpoints."""
 
-import json
 import re
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from art_cli.cli import Base, Json, everything
-from art_cli.runtime.errors import RunError, UsageError, printable_lines
+from art_cli.cli import Base, Json, everything, print_result
+from art_cli.runtime.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from art_cli.runs.run_checkpoints import Listed
@@ -61,7 +59,7 @@ def run(
         _find(run, digest, as_json)
     elif adapter is not None:
         made = run_checkpoints.import_start(adapter, run, base=None if base is None else _base_finder(base))
-        _say(as_json, {"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}")
+        print_result({"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}", as_json)
     elif fork is not None:
         made = run_checkpoints.fork(RunDir(run), _place(run, fork), step=step)
         assert made.run is not None, made
@@ -69,15 +67,15 @@ def run(
         given = f"name={place.name}"
         given += "" if place.name == fork else f" runs={shlex.quote(str(place.parent))}"
         text = f"{place}: forked from step {made.step}; go on with: art train CONFIG {given}"
-        _say(as_json, {"checkpoint": str(made.path), "step": made.step}, text)
+        print_result({"checkpoint": str(made.path), "step": made.step}, text, as_json)
     elif is_pruning:
         removed = run_checkpoints.prune(RunDir(run), keep=keep)
         freed = sum(entry.num_bytes for entry in removed)
         text = f"{run}: removed {len(removed)} checkpoints, {freed / MIB:.1f} MiB"
-        _say(as_json, {"removed": [entry.step for entry in removed], "num_bytes": freed}, text)
+        print_result({"removed": [entry.step for entry in removed], "num_bytes": freed}, text, as_json)
     else:
         entries = run_checkpoints.listed(RunDir(run))
-        _say(as_json, [run_checkpoints.as_json(entry) for entry in entries], _as_table(entries))
+        print_result([run_checkpoints.as_json(entry) for entry in entries], _as_table(entries), as_json)
 
 
 def _find(root: Path, digest: str, as_json: bool) -> None:
@@ -92,7 +90,7 @@ def _find(root: Path, digest: str, as_json: bool) -> None:
     if not found:
         raise RunError(f"{root}: no run there has a policy {digest}")
     text = "\n".join(f"{place}: step {step}" for place, step in found)
-    _say(as_json, [{"run": str(place), "step": step} for place, step in found], text)
+    print_result([{"run": str(place), "step": step} for place, step in found], text, as_json)
 
 
 def _base_finder(base: str) -> Callable[[Path], str]:
@@ -109,10 +107,6 @@ def _base_finder(base: str) -> Callable[[Path], str]:
 def _place(run: Path, name: str) -> Path:
     """Returns the new run's directory. A bare name is a sibling of the old run."""
     return run.resolve().parent / name if Path(name).name == name else Path(name)
-
-
-def _say(as_json: bool, value: object, text: str) -> None:
-    sys.stdout.write((json.dumps(value) if as_json else printable_lines(text)) + "\n")
 
 
 def _as_table(entries: "Sequence[Listed]") -> str:

@@ -1,13 +1,11 @@
 """`art environments`: lists ready-made environments and their packages."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from art_cli.cli import Json
+from art_cli.cli import Json, print_result
 from art_cli.runtime.errors import printable
 
 WIDTH = 160  # characters per line; --json prints full texts
@@ -34,11 +32,8 @@ def run(
     from art_cli.rollouts.environments.listing import look, look_with
 
     listings = look(library) if python is None else look_with(python, library)
-    if as_json:
-        sys.stdout.write(json.dumps(listings) + "\n")
-        return
-    for each in listings:
-        sys.stdout.writelines(f"{printable(line, limit=WIDTH)}\n" for line in _lines(each))
+    lines = (printable(line, limit=WIDTH) for each in listings for line in _lines(each))
+    print_result(listings, "\n".join(lines), as_json)
 
 
 def _lines(look: dict[str, Any]) -> list[str]:

@@ -1,8 +1,6 @@
 """`art eval`: plays the evaluation scenarios with several policies, compares them, and checks gates."""
 
 import contextlib
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +9,8 @@ import typer
 from typer import Option
 from typer.core import TyperCommand
 
-from art_cli.cli import Config, Json, Junit, Last, Link, Markdown, Overrides, policy, which_checkpoint
-from art_cli.runtime.errors import GateError, RolloutError, UsageError, printable_lines
+from art_cli.cli import Config, Json, Junit, Last, Link, Markdown, Overrides, policy, print_result, which_checkpoint
+from art_cli.runtime.errors import GateError, RolloutError, UsageError
 
 ORDER = "art.eval.order"  # key for the order of options
 
@@ -65,14 +63,7 @@ def run(
     """
     from art_cli.cli import eval_comparison
     from art_cli.config.compose import load_config
-    from art_cli.loop.evaluate import (
-        check_gates,
-        check_policy,
-        parse_gate,
-        spent_by_scenario,
-        values_by_scenario,
-        values_of_sources,
-    )
+    from art_cli.loop import evaluate
     from art_cli.loop.references import check_ready
     from art_cli.reports.pages import ci_files
     from art_cli.rollouts.scenario_files import RunScenarios
@@ -92,8 +83,8 @@ def run(
     )
     check_ready(loaded, ("model", "rollout", "gateway", "engine", "eval"))
     last = list(players)[-1]
-    parsed = [parse_gate(gate, list(players)) for gate in gates or []]
-    check_gates(parsed, last, loaded.config.rollout.sources)
+    parsed = [evaluate.parse_gate(gate, list(players)) for gate in gates or []]
+    evaluate.check_gates(parsed, last, loaded.config.rollout.sources)
     with contextlib.ExitStack() as stack:
         directory = output or stack.enter_context(scratch("eval"))
         eval_comparison.claim_directory(directory, loaded)
@@ -103,17 +94,16 @@ def run(
         paths = {name: directory / file for name, file in files.items()}
         played = {n: eval_comparison.play(player, scenarios, paths[n], n, watch) for n, player in players.items()}
     results = {
-        name: values_by_scenario(done) | spent_by_scenario(done, players[name].price) for name, done in played.items()
+        name: evaluate.values_by_scenario(done) | evaluate.spent_by_scenario(done, players[name].price)
+        for name, done in played.items()
     }
     eval_comparison.judge(loaded, played, results)
-    results = {name: values | values_of_sources(values, loaded.config) for name, values in results.items()}
+    results = {name: values | evaluate.values_of_sources(values, loaded.config) for name, values in results.items()}
     rows = eval_comparison.compare(results)
     faults, digests = eval_comparison.find_failures(played), eval_comparison.digests(played)
-    verdicts = [check_policy(gate, results, last) for gate in parsed]
+    verdicts = [evaluate.check_policy(gate, results, last) for gate in parsed]
     whole = eval_comparison.as_object(rows, verdicts, digests=digests, faults=faults)
-    sys.stdout.write(
-        json.dumps(whole) + "\n" if as_json else printable_lines(eval_comparison.as_text(rows, gates=parsed))
-    )
+    print_result(whole, eval_comparison.as_text(rows, gates=parsed), as_json)
     if junit is not None:
         write_file(junit, ci_files.junit("art eval", ci_files.eval_cases(whole), digests))
     if markdown is not None:

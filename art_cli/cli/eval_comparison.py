@@ -24,23 +24,8 @@ from art_cli.config.sections.engine_config import HOSTED
 from art_cli.engines import engine_traits, own_model
 from art_cli.judges.costs import Price, find_price
 from art_cli.judges.source_judges import make_judges, require_all_keys
+from art_cli.loop import evaluate
 from art_cli.loop.decide import decide_engine
-from art_cli.loop.evaluate import (
-    COUNTS,
-    SPENT,
-    Estimate,
-    Gate,
-    NameWatch,
-    Verdict,
-    code_of,
-    contests,
-    estimate,
-    is_contest,
-    judged_rewards,
-    paired_difference,
-    play_evaluation,
-    split_end,
-)
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
 from art_cli.runs.durable import read_object, write_file
@@ -62,7 +47,7 @@ DECIDING = {"entry", "command", "environment", "max_turns", "limit_reward", "sam
 CHECKPOINT, ENDPOINT = "--checkpoint", "--endpoint"
 Values = dict[str, dict[str, float]]  # metric -> scenario id -> value
 FIRST = ("reward", "failed")  # listed before other metrics
-DETAILS = frozenset((*COUNTS, "num_prompt", "num_completion"))  # metrics for --verbose
+DETAILS = frozenset((*evaluate.COUNTS, "num_prompt", "num_completion"))  # metrics for --verbose
 SUMMARY_FROM = 3  # smallest number of policies with a summary
 NAME_WIDTH = 40  # characters per policy name; longer names are cut at the start
 
@@ -90,8 +75,8 @@ class Row(NamedTuple):
 
     policy: str
     metric: str
-    value: Estimate
-    difference: Estimate | None  # to the first policy
+    value: evaluate.Estimate
+    difference: evaluate.Estimate | None  # to the first policy
 
     def as_json(self) -> dict[str, object]:
         difference = self.difference and self.difference._asdict()
@@ -195,14 +180,14 @@ def _as_searched(loaded: LoadedConfig, policy: Path, *, is_trusted: bool) -> Loa
 class Watch:
     """Observes attempts, and ends an evaluation that cannot be judged or gated."""
 
-    def __init__(self, loaded: LoadedConfig, gates: Sequence[Gate], *, num_policies: int) -> None:
-        self._loaded, self._names = loaded, NameWatch(gates)
+    def __init__(self, loaded: LoadedConfig, gates: Sequence[evaluate.Gate], *, num_policies: int) -> None:
+        self._loaded, self._names = loaded, evaluate.NameWatch(gates)
         self._may_judge = num_policies > 1
 
     def see(self, trajectory: Trajectory) -> None:
         """Raises UsageError if a gate names an unknown metric, or the judge's key is not set."""
         self._names.see(trajectory)
-        if self._may_judge and is_contest(self._loaded.config, [trajectory]):
+        if self._may_judge and evaluate.is_contest(self._loaded.config, [trajectory]):
             self._may_judge = False  # one check is enough
             require_all_keys(self._loaded.config, self._loaded.directory)
 
@@ -215,7 +200,7 @@ def claim_directory(directory: Path, loaded: LoadedConfig) -> None:
     assert loaded.config.eval is not None, "no eval section"
     rollouts = [part.config.rollout for part in loaded.by_source.values()]
     settings = [each.model_dump(mode="json", include=DECIDING) for each in rollouts]
-    parts = [settings, loaded.config.eval.temperature, code_of(loaded, rollouts)]
+    parts = [settings, loaded.config.eval.temperature, evaluate.code_of(loaded, rollouts)]
     digest, path = sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest(), directory / SETTINGS
     if not os.path.lexists(path):
         make_directory(directory)
@@ -251,7 +236,7 @@ def play(
         ) as sampler:
             section = loaded.config.eval
             assert section is not None, "no eval section"
-            return await play_evaluation(
+            return await evaluate.play_evaluation(
                 sampler, section, scenarios, step=source.step, path=path, title=name, watch=watch.see
             )
 
@@ -262,11 +247,11 @@ def play(
 def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:
     """Adds the judge's rewards if rollouts returned none. For a comparing judge, the reward is the share of wins
     against the first policy."""
-    silent = [name for name, done in played.items() if is_contest(loaded.config, done)]
+    silent = [name for name, done in played.items() if evaluate.is_contest(loaded.config, done)]
     first, names = next(iter(played)), ", ".join(sorted({part.judge.name for part in loaded.config.by_source.values()}))
     if first not in silent:
         return
-    judges = [loaded.config.by_source[name].judge for name in contests(loaded.config, played[first])]
+    judges = [loaded.config.by_source[name].judge for name in evaluate.contests(loaded.config, played[first])]
     if len(played) == 1 and all(map(ranks, judges)):
         log.warning(
             "no reward: the rollout returns none, and judge=%s compares attempts; name what to compare with first, "
@@ -280,7 +265,7 @@ def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: di
         judge = make_judges(loaded.config, loaded.directory)
         try:
             for name in silent:
-                found = await judged_rewards(
+                found = await evaluate.judged_rewards(
                     loaded.config, judge, played[name], lambda: played[first] if len(played) > 1 else []
                 )
                 results[name]["reward"] = results[name].get("reward", {}) | found.by_scenario
@@ -324,19 +309,19 @@ def compare(results: dict[str, Values]) -> list[Row]:
         for metric in sorted(metrics, key=_place):
             by_scenario = metrics[metric]
             is_first = metrics is first
-            difference = None if is_first else paired_difference(by_scenario, first.get(metric, {}))
-            rows.append(Row(name, metric, estimate(list(by_scenario.values())), difference))
+            difference = None if is_first else evaluate.paired_difference(by_scenario, first.get(metric, {}))
+            rows.append(Row(name, metric, evaluate.estimate(list(by_scenario.values())), difference))
     return rows
 
 
 def _place(metric: str) -> tuple[int, str]:
     if metric in FIRST:
         return FIRST.index(metric), metric
-    return len(FIRST) + (metric in SPENT), metric
+    return len(FIRST) + (metric in evaluate.SPENT), metric
 
 
 def as_object(
-    rows: Sequence[Row], verdicts: Sequence[Verdict], *, digests: Mapping[str, str], faults: Mapping[str, str]
+    rows: Sequence[Row], verdicts: Sequence[evaluate.Verdict], *, digests: Mapping[str, str], faults: Mapping[str, str]
 ) -> dict[str, Any]:
     """Returns the output of `art eval --json`."""
     gates = [
@@ -351,7 +336,7 @@ def as_object(
     }
 
 
-def as_text(rows: Sequence[Row], *, gates: Sequence[Gate] = ()) -> str:
+def as_text(rows: Sequence[Row], *, gates: Sequence[evaluate.Gate] = ()) -> str:
     """Returns a line per policy and metric. For many policies, starts with a summary, best policy first.
 
     Hides counts, except for gates and with --verbose.
@@ -361,16 +346,16 @@ def as_text(rows: Sequence[Row], *, gates: Sequence[Gate] = ()) -> str:
     return (_as_summary(rows) + "\n" if is_many else "") + table
 
 
-def hidden(gates: Sequence[Gate]) -> Collection[str]:
+def hidden(gates: Sequence[evaluate.Gate]) -> Collection[str]:
     """Returns the metrics to hide."""
-    return set() if is_verbose() else DETAILS - {split_end(gate.metric, ())[0] for gate in gates}
+    return set() if is_verbose() else DETAILS - {evaluate.split_end(gate.metric, ())[0] for gate in gates}
 
 
 def _as_summary(rows: Sequence[Row]) -> str:
     by_policy: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_policy.setdefault(row.policy, {})[row.metric] = row
-    columns = [*FIRST, *(metric for metric in SPENT if any(metric in named for named in by_policy.values()))]
+    columns = [*FIRST, *(metric for metric in evaluate.SPENT if any(metric in named for named in by_policy.values()))]
     lines = [f"{'policy':{NAME_WIDTH}s} " + " ".join(f"{column:>10s}" for column in columns)]
     for name, named in sorted(by_policy.items(), key=lambda item: -_mean(item[1], "reward")):
         cells = (f"{named[c].value.mean:10.4g}" if c in named else f"{'-':>10s}" for c in columns)

@@ -1,14 +1,12 @@
 """`art export`: writes and checks a merged model or GGUF file; --push uploads it."""
 
-import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from art_cli.cli import Base, Best, Json, Last, named_policy, which_checkpoint
+from art_cli.cli import Base, Best, Json, Last, named_policy, print_result, which_checkpoint
 from art_cli.runtime.errors import ArtError, UsageError
 
 if TYPE_CHECKING:
@@ -66,20 +64,15 @@ def run(
     if source.run is not None:
         write_certificate(exported.path, source.run, source.step)
     url = _push(exported.path, push, token) if push is not None and token is not None else None
-    if as_json:
-        result = {**exported._asdict(), "path": str(exported.path), "dtype": dtype, "url": url}
-        sys.stdout.write(json.dumps(result) + "\n")
-    else:
-        sys.stdout.write(_as_text(exported, dtype, is_gguf=gguf is not None) + (f"  pushed to {url}\n" if url else ""))
+    text = _as_text(exported, dtype, is_gguf=gguf is not None) + (f"  pushed to {url}" if url else "")
+    print_result({**exported._asdict(), "path": str(exported.path), "dtype": dtype, "url": url}, text, as_json)
 
 
 def _show_adapter(file: Path, push: str | None, token: str | None, *, as_json: bool) -> None:
     url = _push(file.parent, push, token) if push is not None and token is not None else None
-    if as_json:
-        sys.stdout.write(json.dumps({"path": str(file.parent), "file": file.name, "url": url}) + "\n")
-    else:
-        sys.stdout.write(f"{file}: llama.cpp adds it to a GGUF file of the base: --lora {shlex.quote(str(file))}\n")
-        sys.stdout.write(f"  pushed to {url}\n" if url else "")
+    text = f"{file}: llama.cpp adds it to a GGUF file of the base: --lora {shlex.quote(str(file))}\n"
+    text += f"  pushed to {url}" if url else ""
+    print_result({"path": str(file.parent), "file": file.name, "url": url}, text, as_json)
 
 
 def _as_text(exported: "Exported", dtype: str, *, is_gguf: bool) -> str:

@@ -1,17 +1,15 @@
 """`art log`: exports a run's attempts as inspect logs or OpenTelemetry traces."""
 
-import json
 import logging
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from art_cli.cli import Json, records
-from art_cli.runtime.errors import UsageError, printable_lines
+from art_cli.cli import Json, print_result, records
+from art_cli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from art_cli.formats.traces.saved import Saved
@@ -59,16 +57,13 @@ def run(
         result |= _write(saved, output or (run / "inspect" if run.is_dir() else run.with_name(f"{run.stem}-inspect")))
     if otlp is not None:
         result |= _send(saved, otlp)
-    if as_json:
-        sys.stdout.write(json.dumps(result) + "\n")
-        return
+    lines = []
     if is_inspect:
-        text = f"{result['directory']}: {len(result['logs'])} logs, {result['attempts']} attempts"
-        sys.stdout.write(
-            printable_lines(f"{text}; look at them: inspect view --log-dir {shlex.quote(str(result['directory']))}\n")
-        )
+        num = f"{result['directory']}: {len(result['logs'])} logs, {result['attempts']} attempts"
+        lines.append(f"{num}; look at them: inspect view --log-dir {shlex.quote(str(result['directory']))}")
     if otlp is not None:
-        sys.stdout.write(printable_lines(f"{result['url']}: {result['traces']} traces, {result['spans']} spans\n"))
+        lines.append(f"{result['url']}: {result['traces']} traces, {result['spans']} spans")
+    print_result(result, "\n".join(lines), as_json)
 
 
 def _write(saved: "Saved", directory: Path) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """`art gateway`: the capturing gateway. Prints addresses for clients, and finally the written files."""
 
 import contextlib
-import json
 import logging
-import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from art_cli.cli import (
     Last,
     MaxBody,
     Overrides,
+    print_result,
     which_checkpoint,
 )
 from art_cli.cli.serve import KEY_VARIABLE, warn_of_open_key
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from art_cli.runs.run_checkpoints import Which
     from art_cli.runtime.secrets import Secrets
     from art_cli.serving.gateway.gateway_service import Totals
-    from art_cli.serving.gateway.journal import Journal
-
 log = logging.getLogger(__name__)
 
 PORT = 8000
@@ -83,6 +80,7 @@ def run(
     from art_cli.engines import engine_traits
     from art_cli.runtime import threads
     from art_cli.serving.gateway.gateway_service import Clients, GatewayService
+    from art_cli.serving.gateway.journal import Journal
 
     warn_of_open_key(context)
     which = which_checkpoint(is_best, is_last)
@@ -94,7 +92,9 @@ def run(
     check_exposure(host, clients)
     limits: dict[str, Any] = {"drain_s": drain_s, "max_body_bytes": int(max_body_mib * 2**20)}
     greet = partial(_greet, loaded, has_keys=bool(clients), file=api_key_file, as_json=as_json)
-    with _journal(loaded) as journal, _policy_engine(loaded, checkpoint, which) as made:
+    size, age = settings.rotate_mb * 1e6, settings.rotate_s
+    made_journal = Journal(loaded.trajectories, group_size=settings.group_size, rotate_bytes=size, rotate_s=age)
+    with made_journal as journal, _policy_engine(loaded, checkpoint, which) as made:
 
         async def serve() -> "Totals":
             async with _started(made) as (engine, policy):
@@ -115,19 +115,7 @@ def run(
 
         totals = threads.run(serve())
     summary = {"directory": str(loaded.trajectories), **totals._asdict()}
-    _write(json.dumps(summary) if as_json else _said(loaded, totals))
-
-
-def _journal(loaded: "LoadedGateway") -> "Journal":
-    from art_cli.serving.gateway.journal import Journal
-
-    settings = loaded.gateway
-    return Journal(
-        loaded.trajectories,
-        group_size=settings.group_size,
-        rotate_bytes=settings.rotate_mb * 1e6,
-        rotate_s=settings.rotate_s,
-    )
+    print_result(summary, _said(loaded, totals), as_json)
 
 
 class _Made(NamedTuple):
@@ -193,12 +181,9 @@ def _greet(
 ) -> None:
     """Prints the clients' addresses and key, and the directory for trajectories."""
     model = engine.endpoint.model
-    if as_json:
-        _write(json.dumps({"url": f"{root}/v1", "model": model, "directory": str(loaded.trajectories)}))
-        return
     source = f"one of the keys in {file}" if file is not None else f"the key in {KEY_VARIABLE}"
     key = source if has_keys else "any word, because this gateway has no keys and only this machine reaches it"
-    _write(
+    text = (
         f"recording {model} in {loaded.trajectories}\n\n"
         f"OpenAI clients      base_url {root}/v1   (OPENAI_BASE_URL)\n"
         f"Anthropic clients   base_url {root}   (ANTHROPIC_BASE_URL)\n"
@@ -207,6 +192,7 @@ def _greet(
         f"                    KEY:NAME makes all calls with it the conversation NAME\n\n"
         f"Ctrl-C ends it and writes the last file; art judge reads each file"
     )
+    print_result({"url": f"{root}/v1", "model": model, "directory": str(loaded.trajectories)}, text, as_json)
 
 
 def _said(loaded: "LoadedGateway", totals: "Totals") -> str:
@@ -215,11 +201,6 @@ def _said(loaded: "LoadedGateway", totals: "Totals") -> str:
     kinds = "all token for token" if not text_only else f"{text_only} of them with calls that are text only"
     wrote = f"{totals.num_trajectories} trajectories in {totals.num_files} files, {kinds}"
     return f"{totals.num_calls} calls answered; wrote {wrote if totals.num_files else 'nothing'}: {loaded.trajectories}"
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def _known_secrets(keys: "Sequence[str]", endpoint: "Endpoint") -> "Secrets":

@@ -3,9 +3,7 @@
 It appends finished trajectories, and plays only missing ones when run again. --format writes another tool's traces.
 """
 
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
-from art_cli.cli import Checkpoint, Config, Json, Last, Overrides, which_checkpoint
+from art_cli.cli import Checkpoint, Config, Json, Last, Overrides, print_result, which_checkpoint
 from art_cli.runtime.errors import RolloutError, UsageError, no_such_option
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ def run(
     if form is not None:
         write_traces(played, output, form)
     failures, rewards = count_failures(played), _rewards(played)
-    sys.stdout.write(_as_json(output, failures, rewards) if as_json else _as_text(output, failures, rewards))
+    print_result(_as_row(output, failures, rewards), _as_text(output, failures, rewards), as_json)
     learns_by = loaded.config.learns_by
     compares = learns_by.compares_rewards_alone and not learns_by.echo
     compares = compares and all(part.judge.name == "rollout" for part in loaded.config.by_source.values())
@@ -91,11 +89,11 @@ def _rewards(played: "Sequence[Trajectory]") -> _Rewards:
     return _Rewards(fmean(rewards), len(groups), sum(not has_signal(each) for each in groups))
 
 
-def _as_json(output: Path, failures: "Failures", rewards: _Rewards) -> str:
+def _as_row(output: Path, failures: "Failures", rewards: _Rewards) -> dict[str, object]:
     row = {"output": str(output), "trajectories": failures.num_played, "failed": failures.num}
     cause = {"commonest_cause": failures.cause or None, "num_alike": failures.num_alike}
     signal = {"groups": rewards.num_groups, "groups_without_signal": rewards.num_without_signal}
-    return json.dumps({**row, **cause, "reward_mean": rewards.mean, **signal}) + "\n"
+    return {**row, **cause, "reward_mean": rewards.mean, **signal}
 
 
 def _as_text(output: Path, failures: "Failures", rewards: _Rewards) -> str:

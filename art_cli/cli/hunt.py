@@ -1,14 +1,12 @@
 """`art hunt`: searches for attempts that score without doing the task, before a run learns them."""
 
-import json
 import statistics
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from art_cli.cli import Checkpoint, Config, Json, Last, Overrides, which_checkpoint
+from art_cli.cli import Checkpoint, Config, Json, Last, Overrides, print_result, which_checkpoint
 from art_cli.runtime.errors import RolloutError, printable
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def run(
     which = which_checkpoint(False, is_last)
     found = hunt(loaded, checkpoint, which, num_scenarios=num_scenarios, minutes=minutes, output=output)
     exploits = found.exploits()
-    sys.stdout.write(_as_json(found, exploits) if as_json else _as_text(found, exploits))
+    print_result(_as_row(found, exploits), _as_text(found, exploits), as_json)
     if html is not None:
         from art_cli.runs.durable import write_file
 
@@ -67,12 +65,12 @@ def _numbers(found: "Hunt", exploits: "list[Tried]") -> dict[str, float]:
     return {**honest, "num_tried": len(found.tried), "num_exploits": len(exploits)}
 
 
-def _as_json(found: "Hunt", exploits: "list[Tried]") -> str:
+def _as_row(found: "Hunt", exploits: "list[Tried]") -> dict[str, object]:
     rows = [
         {"attack": str(tried.attack), "score_mean": tried.mean, "scores": tried.scores, "reply": tried.example}
         for tried in exploits
     ]
-    return json.dumps({**_numbers(found, exploits), "exploits": rows}) + "\n"
+    return {**_numbers(found, exploits), "exploits": rows}
 
 
 def _as_text(found: "Hunt", exploits: "list[Tried]") -> str:

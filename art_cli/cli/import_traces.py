@@ -1,14 +1,12 @@
 """`art import`: converts other tools' traces to grouped trajectories."""
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from art_cli.cli import Json
-from art_cli.runtime.errors import UsageError, no_such_option, printable_lines
+from art_cli.cli import Json, print_result
+from art_cli.runtime.errors import UsageError, no_such_option
 
 if TYPE_CHECKING:
     from art_cli.formats.importing import Imported
@@ -41,10 +39,7 @@ def run(
     if form is not None and form not in READ:
         raise UsageError(f"--from: {no_such_option('format', form, READ)}")
     done = import_files(sources, output, form=form, group_by=group_by, reward=reward, min_reward=min_reward)
-    if as_json:
-        sys.stdout.write(json.dumps(_as_row(output, done)) + "\n")
-    else:
-        sys.stdout.write(printable_lines("".join(f"{line}\n" for line in _as_lines(output, done))))
+    print_result(_as_row(output, done), "\n".join(_as_lines(output, done)), as_json)
 
 
 def _as_row(output: Path, done: "Imported") -> dict[str, object]:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from art_cli.cli import Json, Overrides, everything
-from art_cli.runtime.errors import RunError, UsageError, printable_lines
+from art_cli.cli import Json, Overrides, everything, write
+from art_cli.runtime.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from art_cli.loop.replay import Replayed
@@ -101,7 +100,7 @@ def run(
 
         problem = _replay(replay(files, loaded, links), max(chain.made_by(links)), facts, as_json)
     if as_json:
-        sys.stdout.write(json.dumps(facts) + "\n")
+        write(json.dumps(facts))
     if problem:
         raise RunError(f"{place}: {problem}")
 
@@ -127,5 +126,4 @@ def _replay(policies: "Iterable[Replayed]", last: int, facts: dict[str, Any], as
 
 def _say(text: str, as_json: bool) -> None:
     if not as_json:
-        sys.stdout.write(printable_lines(text) + "\n")
-        sys.stdout.flush()
+        write(text)

@@ -1,14 +1,13 @@
 """`art report`: a run's history and next ideas, as text, JSON or a static page."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from art_cli.cli import Json, Junit, Link, Markdown, records
-from art_cli.runtime.errors import RunError, UsageError, printable_lines
+from art_cli.cli import Json, Junit, Link, Markdown, records, write
+from art_cli.runtime.errors import RunError, UsageError
 
 
 def run(
@@ -60,15 +59,15 @@ def run(
     if markdown is not None:
         write_file(markdown, ci_files.report_markdown(plain, link=link).encode())
     if as_json:
-        sys.stdout.write(json.dumps(plain) + "\n")
+        write(json.dumps(plain))
     elif has_conversation:
         from art_cli.reports.before_after import read_before_after
         from art_cli.reports.pages.conversation_text import conversation_text
 
-        sys.stdout.write(printable_lines(conversation_text(read_before_after(RunDir(root)), plain)))
+        write(conversation_text(read_before_after(RunDir(root)), plain))
     else:
         from art_cli.reports.pages.report_text import report_text
 
-        sys.stdout.write(printable_lines(report_text(plain)))
+        write(report_text(plain))
     if plain["fault"]:
         raise RunError(f"{run}: {plain['fault']}")

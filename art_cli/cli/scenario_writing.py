@@ -64,10 +64,6 @@ class TaskPlan(NamedTuple):
     difficulty: int
 
 
-class AnswerError(Exception):
-    """An unreadable answer. The message can be sent to the model."""
-
-
 @dataclass
 class Tasks:
     """The tasks so far, each {"id": ..., "task": ..., "tools": [...], "difficulty": 3}."""
@@ -164,10 +160,11 @@ class TaskAnswer(NamedTuple):
 
 
 def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
-    """Extracts tasks from an answer, also from code fences or prose. Raises AnswerError without a list."""
-    tasks = _document(text).get("tasks")
-    if not isinstance(tasks, list):
-        raise AnswerError('"tasks" is not a list')
+    """Extracts tasks from an answer, also from code fences or prose. The problems can be sent to the model."""
+    if (document := _document(text)) is None:
+        return TaskAnswer([], ["no JSON object was found; it may have been cut off"])
+    if not isinstance(tasks := document.get("tasks"), list):
+        return TaskAnswer([], ['"tasks" is not a list'])
     known = set(tools)
     usable, problems = list[Json](), list[str]()
     for number, task in enumerate(tasks, 1):
@@ -181,7 +178,7 @@ def read_answer(text: str, tools: Sequence[str]) -> TaskAnswer:
     return TaskAnswer(usable, problems)
 
 
-def _document(text: str) -> Json:
+def _document(text: str) -> Json | None:
     """Parses an answer as a JSON object, or the text between the outer braces."""
     said = text.rpartition("</think>")[2].strip()
     begin, end = said.find("{"), said.rfind("}")
@@ -192,7 +189,7 @@ def _document(text: str) -> Json:
             continue
         if isinstance(document, dict):
             return document
-    raise AnswerError("no JSON object was found; it may have been cut off")
+    return None
 
 
 def _problem(task: Any, known: set[str]) -> str:
@@ -415,16 +412,12 @@ class _Writer:
         for _ in range(2):
             answer = await self._caller.ask(messages, schema(self._names), num_attempts=len(places))
             self._written.usage += answer.usage
-            try:
-                found = read_answer(answer.text, self._names)
-            except AnswerError as error:
-                problem = str(error) + (" (the answer was cut off)" if answer.finish_reason == "length" else "")
-                messages = [*first, *complaint(answer.text, problem)]
-                continue
+            found = read_answer(answer.text, self._names)
             if found.tasks or not found.problems:
                 self._written.tasks.num_unusable += len(found.problems)
                 return found.tasks
-            problem = "; ".join(found.problems[:5])
+            cut = " (the answer was cut off)" if answer.finish_reason == "length" else ""
+            problem = "; ".join(found.problems[:5]) + cut
             messages = [*first, *complaint(answer.text, problem)]
         raise JudgeError(f"{self._caller.member.model}: no usable tasks: {problem}")
 

@@ -1,13 +1,11 @@
 """`art scenarios`: a language model writes tasks for the tools of an MCP server."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from art_cli.cli import Json, Overrides
+from art_cli.cli import Json, Overrides, print_result
 from art_cli.runtime.errors import JudgeError
 
 
@@ -39,6 +37,6 @@ def run(
     written = write(
         kind, place, output, num=num, model=model, config=config, overrides=overrides or [], is_more=is_more
     )
-    sys.stdout.write(json.dumps(written.as_dict()) + "\n" if as_json else as_text(written))
+    print_result(written.as_dict(), as_text(written), as_json)
     if written.problem:
         raise JudgeError(f"fewer than {num} tasks: {written.problem}")

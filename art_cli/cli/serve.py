@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 from typer import Argument, Option
 
-from art_cli.cli import ApiKey, Base, Best, Drain, Host, Json, Last, MaxBody, Port, named_policy, which_checkpoint
+from art_cli.cli import (
+    ApiKey,
+    Base,
+    Best,
+    Drain,
+    Host,
+    Json,
+    Last,
+    MaxBody,
+    Port,
+    named_policy,
+    print_result,
+    which_checkpoint,
+)
 from art_cli.runtime.errors import UsageError, printable
 
 if TYPE_CHECKING:
@@ -220,10 +233,7 @@ def how_to_get_key(has_keys: bool, file: Path | None) -> Key | None:
 
 def _greet(root: str, sources: "Sequence[Source]", key: Key | None, as_json: bool) -> None:
     """Prints the address and example commands."""
-    if as_json:
-        models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]
-        _write(json.dumps({"url": f"{root}/v1", "models": models}))
-        return
+    models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]
     model, messages = json.dumps(sources[0].name), '[{"role": "user", "content": "Hello"}]'
     header = f'-H "Authorization: Bearer {key.in_shell}" ' if key else ""
     body = shlex.quote(f'{{"model": {model}, "messages": {messages}}}')
@@ -232,13 +242,9 @@ def _greet(root: str, sources: "Sequence[Source]", key: Key | None, as_json: boo
         f"api_key={key.in_python if key else json.dumps('none')}); "
         f"print(client.chat.completions.create(model={model}, messages={messages}).choices[0].message.content)"
     )
-    _write(
+    text = (
         f"serving {', '.join(map(str, sources))} at {root}/v1\n\n"
         f"curl {root}/v1/chat/completions -H 'Content-Type: application/json' {header}-d {body}\n\n"
-        f"python -c {shlex.quote(program)}\n"
+        f"python -c {shlex.quote(program)}"
     )
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    print_result({"url": f"{root}/v1", "models": models}, text, as_json)

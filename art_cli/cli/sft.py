@@ -1,8 +1,6 @@
 """`art sft`: trains a checkpoint on chat transcripts, or on the best scored attempts."""
 
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from art_cli.cli import Checkpoint, Config, Json, Last, NewCheckpoint, Overrides, which_checkpoint
+from art_cli.cli import Checkpoint, Config, Json, Last, NewCheckpoint, Overrides, print_result, which_checkpoint
 from art_cli.runtime.errors import ConfigError, Problem, UsageError, printable
 
 if TYPE_CHECKING:
@@ -94,7 +92,9 @@ def run(
             warm_up = WarmUp(learner, loaded, examples, base=base, start=source.checkpoint)
             metrics = threads.run(_make(warm_up))
             save_learner(learner, output, loaded, base=base, step=source.step, metrics=metrics, source=source)
-    sys.stdout.write(_as_json(output, examples, metrics) if as_json else _as_text(output, examples, metrics))
+    counts = {"trained": len(examples.trained), "evaluated": len(examples.evaluated)}
+    result = {"checkpoint": str(output), **counts, "metrics": metrics}
+    print_result(result, _as_text(output, examples, metrics), as_json)
 
 
 def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -148,11 +148,6 @@ async def _make(warm_up: "WarmUp") -> dict[str, float]:
     interrupts = Interrupts(f"interrupted; what is done is in {warm_up.run.root}; the same command goes on from there")
     with interrupts.handled():
         return await make_warm_up(warm_up, interrupts)
-
-
-def _as_json(output: Path, examples: "Examples", metrics: dict[str, float]) -> str:
-    counts = {"trained": len(examples.trained), "evaluated": len(examples.evaluated)}
-    return json.dumps({"checkpoint": str(output), **counts, "metrics": metrics}) + "\n"
 
 
 def _as_text(output: Path, examples: "Examples", metrics: dict[str, float]) -> str:

@@ -1,13 +1,11 @@
 """`art step`: one policy update from scored trajectories."""
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
-from art_cli.cli import Checkpoint, Config, Json, NewCheckpoint, Overrides
+from art_cli.cli import Checkpoint, Config, Json, NewCheckpoint, Overrides, print_result
 from art_cli.runtime.errors import DataError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -38,12 +36,10 @@ def run(
     loaded = load_config(config, overrides or [])
     trajectories = _read(scored)
     taken = take_step(loaded, trajectories, output, checkpoint=checkpoint)
-    if as_json:
-        result = {"checkpoint": str(output), "step": taken.step, "metrics": taken.metrics}
-        sys.stdout.write(json.dumps(result) + "\n")
-    else:
-        sys.stdout.write(f"{output}: step {taken.step} from {len(group(trajectories))} groups\n")
-        sys.stdout.writelines(f"  {printable(name)} {value:.6g}\n" for name, value in taken.metrics.items())
+    lines = [f"{output}: step {taken.step} from {len(group(trajectories))} groups"]
+    lines += [f"  {printable(name)} {value:.6g}" for name, value in taken.metrics.items()]
+    result = {"checkpoint": str(output), "step": taken.step, "metrics": taken.metrics}
+    print_result(result, "\n".join(lines), as_json)
 
 
 def _read(path: Path) -> "list[ScoredTrajectory]":

@@ -1,14 +1,12 @@
 """`art train`: trains one run, or a sweep of runs."""
 
-import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from art_cli.cli import Config, Json, Overrides
-from art_cli.runtime.errors import Paused, RunError, printable_lines
+from art_cli.cli import Config, Json, Overrides, print_result
+from art_cli.runtime.errors import Paused, RunError
 
 if TYPE_CHECKING:
     from art_cli.loop.train import TrainResult
@@ -52,15 +50,15 @@ def run(
                 raise
             faults.append(str(error))  # continue the sweep
             continue
-        sys.stdout.write(_as_json(result) if as_json else printable_lines(_as_text(result)))
+        print_result(_as_row(result), _as_text(result), as_json)
         faults += [f"{result.root}: {fault}"] if (fault := result.closing["fault"]) else []
     if faults:
         raise RunError(" | ".join(faults))
 
 
-def _as_json(result: "TrainResult") -> str:
+def _as_row(result: "TrainResult") -> dict[str, object]:
     fields = {**asdict(result), "root": str(result.root)}
-    return json.dumps(fields | {"fault": fields.pop("closing")["fault"] or None}) + "\n"
+    return fields | {"fault": fields.pop("closing")["fault"] or None}
 
 
 def _as_text(result: "TrainResult") -> str:

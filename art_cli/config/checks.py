@@ -3,28 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from art_cli.config import schema
 from art_cli.config.metric_names import SHADOW, judge_costs, why_unknown
-from art_cli.config.schema import (
-    BaseLearnerConfig,
-    BlendJudgeConfig,
-    DapoConfig,
-    DistillConfig,
-    FunctionJudgeConfig,
-    JudgeConfig,
-    JudgeModelConfig,
-    NoJudgeConfig,
-    PpoConfig,
-    PromptLearnerConfig,
-    RolloutJudgeConfig,
-    RulerJudgeConfig,
-    RunConfig,
-    StopRule,
-    TaughtLossConfig,
-    TinkerEngineConfig,
-    TinkerLearnerConfig,
-    UnslothLearnerConfig,
-    VllmEngineConfig,
-)
+from art_cli.config.schema import RunConfig
 from art_cli.config.sections.engine_config import ONLY_BFLOAT16
 from art_cli.config.sections.rollout_config import cluster_conflicts
 from art_cli.config.sections.train_config import ONE_OF_BOTH
@@ -36,7 +17,7 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _source_conflicts(config)
     elif config.eval is not None and config.eval.scenarios is None and config.eval.held_out is None:
         yield "eval", ONE_OF_BOTH
-    if isinstance(config.learner, PromptLearnerConfig) and reflecting_model(config, config.learner) is None:
+    if isinstance(config.learner, schema.PromptLearnerConfig) and reflecting_model(config, config.learner) is None:
         judges = " and ".join(dict.fromkeys(repr(part.judge.name) for part in config.by_source.values()))
         yield "learner.model", f"judge {judges} is no model that could reflect; name one that does"
     for number, rule in enumerate(config.stop):
@@ -94,22 +75,22 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _replay_conflicts(config, section)
     if config.train.max_staleness > 0:
         yield from _stale_conflicts(config, section)
-    if isinstance(config.learner, BaseLearnerConfig):
+    if isinstance(config.learner, schema.BaseLearnerConfig):
         yield from _node_conflicts(config.learner)
         if config.learner.num_ranks > 1:
             yield from _process_conflicts(config, config.learner)
-    if isinstance(config.learner, TinkerLearnerConfig):
+    if isinstance(config.learner, schema.TinkerLearnerConfig):
         yield from _remote_conflicts(config, section)
-    if isinstance(config.learner, PromptLearnerConfig):
+    if isinstance(config.learner, schema.PromptLearnerConfig):
         for key in keys_of_weights(config):
             yield key, "learner 'prompt' changes no weight and has no use for it; leave it out"
-    if isinstance(config.learns_by, PpoConfig):
+    if isinstance(config.learns_by, schema.PpoConfig):
         yield from _critic_conflicts(config, config.learns_by)
-    if isinstance(config.learns_by, DapoConfig) and config.learns_by.overlong == "penalty":
+    if isinstance(config.learns_by, schema.DapoConfig) and config.learns_by.overlong == "penalty":
         for name in (name for name, source in config.rollout.sources.items() if source.max_tokens is not None):
             cure = "leave it out, or set overlong to mask"
             yield f"rollout.sources.{name}.max_tokens", f"{section}.overlong=penalty knows one limit for all: {cure}"
-    if isinstance(config.engine, VllmEngineConfig) and config.model.quantize is not None:
+    if isinstance(config.engine, schema.VllmEngineConfig) and config.model.quantize is not None:
         if config.model.dtype == "float32":
             yield "model.dtype", f"{ONLY_BFLOAT16}; set it to auto, or engine=embedded"
         if config.engine.sleep == 2:
@@ -130,7 +111,7 @@ def _adapter_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields settings that require a LoRA adapter, if all weights are trained."""
     if config.model.lora is not None:
         return
-    if isinstance(config.learner, UnslothLearnerConfig):
+    if isinstance(config.learner, schema.UnslothLearnerConfig):
         yield "learner", "'unsloth' trains LoRA adapters only; set model.lora, or learner=torch"
     if config.model.quantize is not None:
         message = "a base in few bits is frozen: set model.lora, or model.quantize=null to train all weights"
@@ -176,7 +157,7 @@ def _cluster_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"rollout.{knob}", message
 
 
-def _stop_conflicts(config: RunConfig, key: str, rule: StopRule) -> Iterator[tuple[str, str]]:
+def _stop_conflicts(config: RunConfig, key: str, rule: schema.StopRule) -> Iterator[tuple[str, str]]:
     for knob, message in rule.conflicts():
         yield f"{key}.{knob}", message
     if rule.parts_from is not None and (reason := why_unknown(f"{SHADOW}{rule.parts_from}", config)):
@@ -191,7 +172,7 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     name = config.judge.name
     if name == "none" and config.learns_by.needs_rewards:
         yield "judge", "'none' gives no rewards, which this loss learns from; leave it out, or set loss=distill"
-    if (noise := None if isinstance(config.judge, NoJudgeConfig) else config.judge.noise) is not None:
+    if (noise := None if isinstance(config.judge, schema.NoJudgeConfig) else config.judge.noise) is not None:
         if not config.learns_by.compares_rewards_alone:
             why = "weighs comparisons within a group, and this loss learns from something else besides: set it to null"
             yield "judge.noise", why
@@ -204,7 +185,7 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         cure = f"judge {name!r} gives no reasons; choose judge=ruler"
         yield "loss", f"'sdpo' teaches by the judge's explanations, and {cure}"
     learns_by = config.learns_by
-    has_teacher = isinstance(learns_by, TaughtLossConfig)
+    has_teacher = isinstance(learns_by, schema.TaughtLossConfig)
     if config.rollout.refill > 0 and not learns_by.compares_rewards_alone and not has_teacher:
         why = f"with {config.loss.name!r} these teach as well"
         yield "rollout.refill", f"replaces groups of equal rewards, and {why}; set it to 0"
@@ -214,35 +195,37 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         chosen = {"refill": rollout.refill > 0, "choose": is_adaptive, "replay": rollout.replay is not None}
         for knob in (knob for knob, is_set in chosen.items() if is_set):
             yield f"rollout.{knob}", "goes by rewards, and this loss learns from none; leave it out"
-    teacher = config.loss.teacher if isinstance(config.loss, DistillConfig) else None
+    teacher = config.loss.teacher if isinstance(config.loss, schema.DistillConfig) else None
     if teacher is not None and teacher.base_url is not None and config.rollout.sampling.temperature != 1:
         message = "a teacher behind a server gives logprobs at temperature 1 only; set it to 1"
         yield "rollout.sampling.temperature", message
 
 
-def has_votes(judge: JudgeConfig) -> bool:
+def has_votes(judge: schema.JudgeConfig) -> bool:
     """Returns True if the judge may give several votes per attempt. A user's judge may; every RULER in a blend must."""
-    if isinstance(judge, BlendJudgeConfig):
-        parts = [judge.judges.get(name, RolloutJudgeConfig()) for name in judge.blend]
-        rulers = [part for part in parts if isinstance(part, RulerJudgeConfig)]
+    if isinstance(judge, schema.BlendJudgeConfig):
+        parts = [judge.judges.get(name, schema.RolloutJudgeConfig()) for name in judge.blend]
+        rulers = [part for part in parts if isinstance(part, schema.RulerJudgeConfig)]
         return any(map(has_votes, parts)) and all(map(has_votes, rulers))
-    return isinstance(judge, FunctionJudgeConfig) or (isinstance(judge, RulerJudgeConfig) and judge.votes > 1)
+    if isinstance(judge, schema.RulerJudgeConfig):
+        return judge.votes > 1
+    return isinstance(judge, schema.FunctionJudgeConfig)
 
 
-def ranks(judge: JudgeConfig) -> bool:
+def ranks(judge: schema.JudgeConfig) -> bool:
     """Returns True if the judge compares attempts within a group; False for user code."""
-    if isinstance(judge, BlendJudgeConfig):
+    if isinstance(judge, schema.BlendJudgeConfig):
         return any(name == "ruler" if name not in judge.judges else ranks(judge.judges[name]) for name in judge.blend)
-    return isinstance(judge, RulerJudgeConfig)
+    return isinstance(judge, schema.RulerJudgeConfig)
 
 
 def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
-    if isinstance(config.learner, TinkerLearnerConfig):
+    if isinstance(config.learner, schema.TinkerLearnerConfig):
         yield "train.max_staleness", "tokens of an older policy need weights, which a server does not take; set it to 0"
     elif config.learns_by.off_policy is None:
         cure = f"set {section}.off_policy.name (truncate is usual)"
         yield "train.max_staleness", f"tokens of an older policy need weights: {cure}"
-    if isinstance(config.engine, VllmEngineConfig) and config.engine.sleep in (1, 2):
+    if isinstance(config.engine, schema.VllmEngineConfig) and config.engine.sleep in (1, 2):
         yield "engine.sleep", "with train.max_staleness the engine samples while the learner works; set it to 0"
 
 
@@ -259,7 +242,7 @@ def _replay_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
         yield "rollout.replay.max_age", f"above train.max_staleness ({stale}): younger steps may not be done yet"
 
 
-def _node_conflicts(learner: BaseLearnerConfig) -> Iterator[tuple[str, str]]:
+def _node_conflicts(learner: schema.BaseLearnerConfig) -> Iterator[tuple[str, str]]:
     if learner.nodes > 1 and learner.rendezvous is None:
         cure = "HOST:PORT, an address of the machine that runs `art train` and a free port there"
         yield "learner.rendezvous", f"learner.nodes is {learner.nodes}, and they need a place to meet; set it to {cure}"
@@ -268,8 +251,8 @@ def _node_conflicts(learner: BaseLearnerConfig) -> Iterator[tuple[str, str]]:
             yield f"learner.{knob}", "used with learner.nodes above 1 only; set that, or leave it out"
 
 
-def _process_conflicts(config: RunConfig, learner: BaseLearnerConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(learner, UnslothLearnerConfig):
+def _process_conflicts(config: RunConfig, learner: schema.BaseLearnerConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(learner, schema.UnslothLearnerConfig):
         knob = "nodes" if learner.nodes > 1 else "processes"
         yield f"learner.{knob}", "'unsloth' trains in one process on one GPU; set learner=torch, or leave it out"
     if config.model.quantize is not None:
@@ -284,14 +267,14 @@ def _process_conflicts(config: RunConfig, learner: BaseLearnerConfig) -> Iterato
 def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
     """Yields settings that the Tinker protocol cannot express, with alternatives."""
     loss, train = config.learns_by, config.train
-    if not isinstance(config.engine, TinkerEngineConfig):
+    if not isinstance(config.engine, schema.TinkerEngineConfig):
         cure = "set engine=tinker engine.base_url=..."
         yield "learner", f"'tinker' trains on the server that engine=tinker samples from; {cure}"
     if config.model.quantize is not None:
         yield "model.quantize", "learner 'tinker' leaves the base model to the server; leave it out"
     if config.algorithm is not None:
         yield "algorithm", "its objective runs where the weights are, and a server runs its own; choose a loss by name"
-    if isinstance(loss, PpoConfig | TaughtLossConfig):
+    if isinstance(loss, schema.PpoConfig | schema.TaughtLossConfig):
         why = "needs more of the model than a server of the Tinker protocol gives"
         yield "loss", f"{loss.name!r} {why}; loss=grpo would do"
     if config.rollout.sampling.temperature not in (0, 1):
@@ -312,14 +295,14 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
 PROMPT_TRAIN = frozenset({"steps", "keep_checkpoints", "keep_best", "seed"})  # `train` keys for a prompt search
 
 
-def reflecting_model(config: RunConfig, learner: PromptLearnerConfig) -> JudgeModelConfig | None:
+def reflecting_model(config: RunConfig, learner: schema.PromptLearnerConfig) -> schema.JudgeModelConfig | None:
     """Returns the reflecting model: `learner.model`, else the model in the first RULER judge without a panel."""
     if learner.member is not None:
         return learner.member
     for judge in (part.judge for part in (config, *config.by_source.values())):
-        if isinstance(judge, RulerJudgeConfig) and not judge.panel and not judge.is_rule:
-            keys = {name: getattr(judge, name) for name in JudgeModelConfig.model_fields}
-            return JudgeModelConfig.model_validate(keys | {"response_format": "text"})
+        if isinstance(judge, schema.RulerJudgeConfig) and not judge.panel and not judge.is_rule:
+            keys = {name: getattr(judge, name) for name in schema.JudgeModelConfig.model_fields}
+            return schema.JudgeModelConfig.model_validate(keys | {"response_format": "text"})
     return None
 
 
@@ -333,13 +316,13 @@ def keys_of_weights(config: RunConfig) -> list[str]:
         "model.quantize": config.model.quantize is not None,
         "rollout.replay": config.rollout.replay is not None,
         "rollout.refill": config.rollout.refill > 0,
-        "judge.noise": not isinstance(config.judge, NoJudgeConfig) and config.judge.noise is not None,
+        "judge.noise": not isinstance(config.judge, schema.NoJudgeConfig) and config.judge.noise is not None,
     }
     of_train = [f"train.{name}" for name in sorted(config.train.model_fields_set - PROMPT_TRAIN)]
     return [key for key, value in is_set.items() if value] + of_train
 
 
-def _critic_conflicts(config: RunConfig, loss: PpoConfig) -> Iterator[tuple[str, str]]:
+def _critic_conflicts(config: RunConfig, loss: schema.PpoConfig) -> Iterator[tuple[str, str]]:
     if config.rollout.group_size == 1:
         if config.rollout.replay is not None:
             yield "rollout.replay", "replays groups whose rewards differ, and rollout.group_size is 1; leave it out"
@@ -360,7 +343,8 @@ def _untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.engine.can_train and config.learner.trains_weights:
         cure = "choose another, or learner=prompt, which searches for a better prompt"
         yield "engine", f"{config.engine.name!r} samples from a model of its own and cannot be trained; {cure}"
-    if isinstance(config.engine, TinkerEngineConfig) and not isinstance(config.learner, TinkerLearnerConfig):
+    is_on_server = isinstance(config.learner, schema.TinkerLearnerConfig)
+    if isinstance(config.engine, schema.TinkerEngineConfig) and not is_on_server:
         yield "engine", "'tinker' samples from weights on a server, where learner=tinker trains them; set both"
     if config.rollout.group_size == 1 and config.learns_by.compares_attempts and config.learns_by.needs_rewards:
         yield "rollout.group_size", "1 gives nothing to compare an attempt with; set it to 2 or more"

@@ -130,13 +130,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
     problems = [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]
     if problems:
         raise ConfigError(problems)
-    return LoadedConfig(
-        _with_paths(config, composition),
-        composition.directory,
-        path,
-        composition.places,
-        overrides=tuple(overrides),
-    )
+    directory, places = composition.directory, composition.places
+    return LoadedConfig(_with_paths(config, composition), directory, path, places, overrides=tuple(overrides))
 
 
 def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
@@ -192,18 +187,18 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
     """Loads the gateway from a run's configuration, or from a file with only an endpoint. Raises ConfigError."""
     composition = Composition(path, _GatewayOnly)
     composed = composition.compose(overrides)
-    if {"model", "rollout"} & composed.keys():
-        run = load_config(path, overrides)
-        config, directory = run.config, run.directory
-        return _loaded_gateway(config.name, config.runs, config.engine, config.gateway, directory, run)
-    only = _checked(composition, composed, _GatewayOnly)
-    if isinstance(only.engine, AutoEngineConfig | EmbeddedEngineConfig | VllmEngineConfig):
+    run = load_config(path, overrides) if {"model", "rollout"} & composed.keys() else None
+    only = _checked(composition, composed, _GatewayOnly) if run is None else run.config
+    if run is None and isinstance(only.engine, AutoEngineConfig | EmbeddedEngineConfig | VllmEngineConfig):
         message = (
             f"{only.engine.name!r} samples from a checkpoint, and this file has no model and rollout; name an endpoint "
             "(engine: {name: openai, base_url: https://host/v1, model: NAME}), or take a run's configuration"
         )
         raise ConfigError([Problem("engine", composition.places.of("engine"), message)])
-    return _loaded_gateway(only.name, only.runs, only.engine, only.gateway, composition.directory, None)
+    directory, written = composition.directory, only.gateway.directory
+    default = directory / only.runs.expanduser() / only.name / "gateway"
+    trajectories = default if written is None else directory / written.expanduser()
+    return LoadedGateway(only.name, only.engine, only.gateway, trajectories, directory, run)
 
 
 def load_backend(path: Path | None, overrides: Sequence[str] = ()) -> LoadedBackend:
@@ -219,14 +214,6 @@ def load_backend(path: Path | None, overrides: Sequence[str] = ()) -> LoadedBack
     only = _checked(composition, composed, _BackendOnly)
     placed = {"model": only.model, "engine": only.engine} | _placed(only.model, only.engine, composition)
     return LoadedBackend(placed["model"], placed["engine"], only.learner, composition.directory)
-
-
-def _loaded_gateway(
-    name: str, runs: Path, engine: EngineConfig, gateway: GatewayConfig, directory: Path, run: LoadedConfig | None
-) -> LoadedGateway:
-    own = directory / runs.expanduser() / name / "gateway"
-    chosen = own if gateway.directory is None else directory / gateway.directory.expanduser()
-    return LoadedGateway(name, engine, gateway, chosen, directory, run)
 
 
 def _judged(composition: Composition, overrides: Sequence[str], schema: type[AnySection]) -> AnySection:
@@ -260,10 +247,8 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
             del filled[name]  # the file has `train:` with nothing below it
     for group in groups(schema):
         if isinstance(section := filled.get(group), dict):
-            filled[group] = {
-                "name": _own_variant(section, schema, group) or schema.model_fields[group].default.name,
-                **section,
-            }
+            default = schema.model_fields[group].default.name
+            filled[group] = {"name": _own_variant(section, schema, group) or default, **section}
     if isinstance(trackers := filled.get("trackers"), list):
         filled["trackers"] = [_named(tracker) for tracker in trackers]
     if path is not None and "name" in schema.model_fields:
@@ -299,25 +284,19 @@ def _program(python: Path) -> Path:
 def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     """Makes the paths of runs, chat template and Pythons absolute. Raises ConfigError for an unknown `~user`."""
     absolute = partial(_absolute, composition)
-    changed: dict[str, Any] = {"runs": absolute("runs", config.runs)}
-    changed |= _placed(config.model, config.engine, composition)
-    if config.rollout.python is not None:
-        python = absolute("rollout.python", config.rollout.python)
-        changed["rollout"] = config.rollout.model_copy(update={"python": _program(python)})
-    sources = dict(config.rollout.sources)
-    for name, source in config.rollout.sources.items():
-        if source.python is not None:
-            python = _program(absolute(f"rollout.sources.{name}.python", source.python))
-            sources[name] = source.model_copy(update={"python": python})
-    if sources:
-        changed["rollout"] = changed.get("rollout", config.rollout).model_copy(update={"sources": sources})
-    cluster = config.rollout.cluster
-    if cluster is not None and cluster.python is not None:
-        python = _program(absolute("rollout.cluster.python", cluster.python))
-        changed["rollout"] = config.rollout.model_copy(
-            update={"cluster": cluster.model_copy(update={"python": python})}
-        )
-    return config.model_copy(update=changed)
+
+    def with_python(section: AnySection | None, key: str) -> AnySection | None:
+        if section is None or (python := getattr(section, "python")) is None:  # noqa: B009
+            return section
+        return section.model_copy(update={"python": _program(absolute(f"{key}.python", python))})
+
+    rollout = config.rollout
+    sources = {name: with_python(source, f"rollout.sources.{name}") for name, source in rollout.sources.items()}
+    inner = {"sources": sources, "cluster": with_python(rollout.cluster, "rollout.cluster")}
+    changed = {name: section for name, section in inner.items() if section}
+    rollout = (with_python(rollout, "rollout") or rollout).model_copy(update=changed)
+    placed = _placed(config.model, config.engine, composition)
+    return config.model_copy(update={"runs": absolute("runs", config.runs), "rollout": rollout, **placed})
 
 
 def _placed(model: ModelConfig, engine: EngineConfig, composition: Composition) -> dict[str, Any]:

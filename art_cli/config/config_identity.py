@@ -25,22 +25,10 @@ NOT_TRAINING = frozenset(
         # the judge's budget
         *("judge.budget_usd", "judge.budget_tokens", "judge.price"),
         # speed and memory; packing and micro-batch size do not change the gradient
-        *(
-            "rollout.concurrency",
-            "rollout.cluster",
-            "judge.concurrency",
-            "judge.retries",
-            "judge.timeout_s",
-            "judge.cache",
-        ),
-        *(
-            "learner.device",
-            "learner.micro_batch_tokens",
-            "learner.gradient_checkpointing",
-            "learner.packing",
-            "learner.processes",
-            *("learner.nodes", "learner.rendezvous", "learner.shard", "learner.join_timeout_s"),
-        ),
+        *("rollout.concurrency", "rollout.cluster"),
+        *("judge.concurrency", "judge.retries", "judge.timeout_s", "judge.cache"),
+        *("learner.device", "learner.micro_batch_tokens", "learner.gradient_checkpointing", "learner.packing"),
+        *("learner.processes", "learner.nodes", "learner.rendezvous", "learner.shard", "learner.join_timeout_s"),
         "learner.offload_optimizer",
         # the engine, which after every step provably samples from the learner's weights
         "engine",
@@ -114,14 +102,8 @@ def config_hash(config: RunConfig) -> str:
 def speed_hash(config: RunConfig) -> str:
     """Returns 16 hexadecimal digits that identify the settings for speed and memory."""
     dumped = config.model_dump(mode="json")
-    rollout, judge = dumped["rollout"], dumped["judge"]
-    decides = [
-        dumped["engine"],
-        dumped["learner"],
-        rollout["concurrency"],
-        rollout["cluster"],
-        judge.get("concurrency"),
-    ]
+    rollout, at_once = dumped["rollout"], dumped["judge"].get("concurrency")
+    decides = [dumped["engine"], dumped["learner"], rollout["concurrency"], rollout["cluster"], at_once]
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 

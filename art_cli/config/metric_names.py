@@ -3,15 +3,8 @@
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 
-from art_cli.config.schema import (
-    MetricJudgeConfig,
-    NoJudgeConfig,
-    PpoConfig,
-    RewardModelJudgeConfig,
-    RolloutJudgeConfig,
-    RunConfig,
-    TaughtLossConfig,
-)
+from art_cli.config import schema
+from art_cli.config.schema import RunConfig
 
 SHADOW = "shadow/"  # prefix of the metrics of shadow judges: shadow/NAME, shadow/NAME.gap
 EVAL = "eval."  # prefix of evaluation metrics in stop rules
@@ -42,13 +35,13 @@ def judge_costs(config: RunConfig) -> bool:
     """Returns True if a judge or a prompt-writing model may make paid calls. A user's function may."""
     own = [part.judge for part in config.by_source.values()]
     judges = (*own, *(shadow.judge for shadow in config.shadow.values()))
-    free = RolloutJudgeConfig | MetricJudgeConfig | NoJudgeConfig | RewardModelJudgeConfig
+    free = schema.RolloutJudgeConfig | schema.MetricJudgeConfig | schema.NoJudgeConfig | schema.RewardModelJudgeConfig
     return not config.learner.trains_weights or not all(isinstance(judge, free) for judge in judges)
 
 
 def _knows_noise(config: RunConfig) -> bool:
     judges = [part.judge for part in config.by_source.values()]
-    return any(not isinstance(judge, NoJudgeConfig) and judge.noise is not None for judge in judges)
+    return any(not isinstance(judge, schema.NoJudgeConfig) and judge.noise is not None for judge in judges)
 
 
 Need = tuple[str, Callable[[RunConfig], bool]]  # (required key, predicate: is it set?)
@@ -67,13 +60,13 @@ NEEDS: dict[str, Need] = {
     **dict.fromkeys(("update_kl", "update_share"), ("train.max_kl", lambda config: config.train.max_kl is not None)),
     **dict.fromkeys(
         ("value_loss", "value_mean", "explained_variance"),
-        ("loss=ppo", lambda config: isinstance(config.learns_by, PpoConfig) or config.algorithm is not None),
+        ("loss=ppo", lambda config: isinstance(config.learns_by, schema.PpoConfig) or config.algorithm is not None),
     ),
     **dict.fromkeys(
         ("teacher_kl", "taught_share"),
         (
             "loss=distill or loss=sdpo",
-            lambda config: isinstance(config.learns_by, TaughtLossConfig) or config.algorithm is not None,
+            lambda config: isinstance(config.learns_by, schema.TaughtLossConfig) or config.algorithm is not None,
         ),
     ),
     **dict.fromkeys(("reliability", "num_unreliable", "reward_corrected"), ("judge.noise", _knows_noise)),
