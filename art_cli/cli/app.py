@@ -26,20 +26,7 @@ from typer.main import get_command
 
 from art_cli import cli
 from art_cli.config.packaged import packaged, with_documents
-from art_cli.runtime import log
-from art_cli.runtime.errors import (
-    FILES_CURE,
-    ArtError,
-    ConfigError,
-    EngineError,
-    Interrupted,
-    LearnerError,
-    Paused,
-    UsageError,
-    is_full_disk,
-    printable,
-    printable_lines,
-)
+from art_cli.runtime import errors, log
 
 MAX_ERROR = 4_000  # characters in an error line; file names and provider messages can be longer
 
@@ -133,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         log.set_up(verbose=is_verbose)
         if sys.flags.optimize > 1:
-            raise UsageError(
+            raise errors.UsageError(
                 "Python runs without docstrings, which transformers needs: unset PYTHONOPTIMIZE, or drop -OO"
             )
         code = app(rest or ["--help"], prog_name="art", standalone_mode=False)
@@ -141,7 +128,7 @@ def run(arguments: Sequence[str]) -> int:
         code = 130
     except Exception as error:
         if is_verbose:
-            sys.stderr.write(printable_lines(traceback.format_exc()))
+            sys.stderr.write(errors.printable_lines(traceback.format_exc()))
         lines, failure = report(error)
         sys.stderr.writelines(f"{line}\n" for line in lines)
         return failure
@@ -153,18 +140,19 @@ def run(arguments: Sequence[str]) -> int:
 def report(error: Exception) -> tuple[list[str], int]:
     """Returns printable lines for a failure, and the exit code."""
     lines, code = _lines(error)
-    return [printable(with_documents(line), limit=MAX_ERROR) for line in lines], code
+    return [errors.printable(with_documents(line), limit=MAX_ERROR) for line in lines], code
 
 
 def _lines(error: Exception) -> tuple[list[str], int]:
     match error:
-        case Interrupted() | Paused():
+        case errors.Interrupted() | errors.Paused():
             return [str(error)], error.exit_code
-        case ConfigError():
+        case errors.ConfigError():
             return [f"error: {problem}" for problem in error.problems], error.exit_code
-        case UsageError() | EngineError() | LearnerError():  # may include a process's last log lines
+        case errors.UsageError() | errors.EngineError() | errors.LearnerError():
+            # may include a process's last log lines
             return [f"error: {line}" for line in str(error).split("\n")], error.exit_code
-        case ArtError():
+        case errors.ArtError():
             return [f"error: {error}"], error.exit_code
         case ExceptionGroup():
             return _lines(error.exceptions[0])
@@ -175,14 +163,14 @@ def _lines(error: Exception) -> tuple[list[str], int]:
             return [f"error: {name} is not installed here; install art-cli whole"], 1
         case ModuleNotFoundError(name=str(name)) if extra := _extra_of(package := name.partition(".")[0]):
             return [f"error: {package} is not installed; pip install 'art-cli[{extra}]'"], 1
-        case Exception() if is_full_disk(error):
+        case Exception() if errors.is_full_disk(error):
             full = getattr(error, "filename", None)
             what = f"{full}: " if full else ""
             return [f"error: {what}no space left on the disk; free some and run the same command again"], 1
         case shutil.Error(args=[[(_, to, reason), *_]]):
             return [f"error: {to}: {reason}"], 1
         case OSError(strerror=str(reason)):
-            reason += FILES_CURE if error.errno == errno.EMFILE else ""
+            reason += errors.FILES_CURE if error.errno == errno.EMFILE else ""
             return [f"error: {error.filename or 'operating system'}: {reason}"], 1
     text = " ".join(str(error).split())
     if "KeyboardInterrupt" in text or isinstance(error.__cause__, KeyboardInterrupt):

@@ -78,13 +78,14 @@ def run(
     root = Path(directory).resolve()
     loaded = _load(arguments or [], base)
     engine = _choose_engine(loaded)
+    body, quota = int(max_body_mib * 2**20), None if quota_gib is None else int(quota_gib * 2**30)
     limits = BackendLimits(
         models=models,
         samplers=samplers,
         rank=rank,
-        body_bytes=int(max_body_mib * 2**20),
+        body_bytes=body,
         session_s=session_s,
-        quota_bytes=None if quota_gib is None else int(quota_gib * 2**30),
+        quota_bytes=quota,
         drain_s=drain_s,
     )
     made = _load_base(loaded, root, base, rank)
@@ -159,14 +160,9 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
     else:
         weights = load_weights(bare, path, device=learner.device)
     if total and isinstance(learner, BaseLearnerConfig) and learner.gradient_checkpointing == "auto":
-        run = run_memory(
-            model_size(path),
-            element=weights.dtype.itemsize,
-            is_4bit=bare.quantize is not None,
-            rank=rank,
-            tokens=GPU_TOKENS,
-            is_beside=loaded.engine.name == "vllm",
-        )
+        size, element, is_4bit = model_size(path), weights.dtype.itemsize, bare.quantize is not None
+        is_beside = loaded.engine.name == "vllm"
+        run = run_memory(size, element=element, is_4bit=is_4bit, rank=rank, tokens=GPU_TOKENS, is_beside=is_beside)
         learner = learner.model_copy(update={"gradient_checkpointing": checkpoint_from(total, run)})
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
     is_whole, template = loaded.model.lora is None, loaded.model.chat_template

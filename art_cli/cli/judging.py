@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from art_cli.cli import print_result
 from art_cli.config.checks import ranks
 from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import RulerJudgeConfig
@@ -194,25 +195,20 @@ def dry_run(
     judge = make_judge(loaded.config, loaded.directory)
     if judge.estimate([]) is None:
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")
-    done = (
-        scored_groups(TrajectoryFile(output), source, settings_of(judge))
-        if output is not None and output.exists()
-        else set()
-    )
-    owed = [
-        group for group in judgeable(source, is_partial=is_partial, least=least(loaded)) if group.group_id not in done
-    ]
+    done: set[str] = set()
+    if output is not None and output.exists():
+        done = scored_groups(TrajectoryFile(output), source, settings_of(judge))
+    groups = judgeable(source, is_partial=is_partial, least=least(loaded))
+    owed = [group for group in groups if group.group_id not in done]
     total = CostEstimate()
     for group in owed:
         total += _estimate_group(judge, source, group) or CostEstimate()
     threads.run(judge.close())
-    if as_json:
-        sys.stdout.write(json.dumps({"groups": len(owed), **msgspec.structs.asdict(total)}) + "\n")
-        return
     noise = judge.noise
     again = f"; up to {noise.ask_again + 1} times that with judge.noise.ask_again" if noise and noise.ask_again else ""
     price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} and what the model thinks besides"
-    sys.stdout.write(
+    text = (
         f"{len(owed)} groups to judge: {total.calls} calls ({total.cached} votes are in the cache), "
-        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}{again}\n"
+        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}{again}"
     )
+    print_result({"groups": len(owed), **msgspec.structs.asdict(total)}, text, as_json)

@@ -159,23 +159,20 @@ def _choose_engine(
     from art_cli.serving.served_policies import check_trust, engine_config, read_knobs
 
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
+    first = sources[0]
     obstacle = "vLLM serves one checkpoint only" if len(sources) > 1 else ""
-    is_open = name == "auto" and not sources[0].is_hosted
+    is_open = name == "auto" and not first.is_hosted
     may_be_vllm = name == "vllm" or (is_open and machine.has_gpu() and not obstacle)
-    if may_be_vllm and not is_trusted and sources[0].run is not None:
-        check_trust(trained, settings, place=sources[0].run.config_path)
-    if name == "auto" and sources[0].is_hosted:
-        name = _endpoint_of(sources[0], trained, settings, is_trusted=is_trusted)
+    if may_be_vllm and not is_trusted and first.run is not None:
+        check_trust(trained, settings, place=first.run.config_path)
+    if name == "auto" and first.is_hosted:
+        name = _endpoint_of(first, trained, settings, is_trusted=is_trusted)
     if name == "auto":
         of_trained = trained.get("python") if trained.get("name") == "vllm" else None
-        python = settings.get("python", of_trained)
-        choice = choose_engine(
-            machine,
-            obstacle=obstacle,
-            base=sources[0].base,
-            python=Path(str(python)) if python else None,
-            quantize=sources[0].quantize,
-        )
+        named = settings.get("python", of_trained)
+        python = Path(str(named)) if named else None
+        facts = engine_facts(machine, obstacle=obstacle, base=first.base, python=python, quantize=first.quantize)
+        choice = choose(facts)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)
         name = choice.name
     endpoints = [_endpoint_key(source) for source in sources]

@@ -58,21 +58,13 @@ def run(
     """
     from art_cli.config.compose import load_config
     from art_cli.learners.sft.examples import load_examples
+    from art_cli.loop import stage_policy
     from art_cli.loop.references import check_ready
-    from art_cli.loop.stage_policy import (
-        PolicySource,
-        as_trained,
-        check_output,
-        find_policy,
-        open_base,
-        open_learner,
-        save_learner,
-    )
     from art_cli.loop.warm_up import WarmUp
     from art_cli.runs.run_checkpoints import log_policy
     from art_cli.runtime import threads
 
-    check_output(output)
+    stage_policy.check_output(output)
     files, settings = _files(demos, overrides or [])
     loaded = load_config(config, [*settings, *_own_section(config, files, settings)])
     loaded = _with_options(loaded, files, best_of=best_of, min_reward=min_reward)
@@ -82,16 +74,17 @@ def run(
     if checkpoint is None and is_last:
         raise UsageError("--last picks among a run's checkpoints; name --checkpoint RUN")
     if checkpoint is None:
-        source = PolicySource(None, 0)
+        source = stage_policy.PolicySource(None, 0)
         log_policy(loaded.config.model.base, "the base model, because no --checkpoint is named")
     else:
-        source = find_policy(loaded, checkpoint, which=which_checkpoint(False, is_last))
-    with open_base(loaded, source) as base:
-        loaded = as_trained(loaded, source, base)
-        with open_learner(loaded, source, base=base) as learner:
+        source = stage_policy.find_policy(loaded, checkpoint, which=which_checkpoint(False, is_last))
+    with stage_policy.open_base(loaded, source) as base:
+        loaded = stage_policy.as_trained(loaded, source, base)
+        with stage_policy.open_learner(loaded, source, base=base) as learner:
             warm_up = WarmUp(learner, loaded, examples, base=base, start=source.checkpoint)
             metrics = threads.run(_make(warm_up))
-            save_learner(learner, output, loaded, base=base, step=source.step, metrics=metrics, source=source)
+            step = source.step
+            stage_policy.save_learner(learner, output, loaded, base=base, step=step, metrics=metrics, source=source)
     counts = {"trained": len(examples.trained), "evaluated": len(examples.evaluated)}
     result = {"checkpoint": str(output), **counts, "metrics": metrics}
     print_result(result, _as_text(output, examples, metrics), as_json)

@@ -13,7 +13,6 @@ from art_cli.cli import Port, records
 from art_cli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from art_cli.view.chat import ChatRelay
     from art_cli.view.page_answers import Answers
 
 log = logging.getLogger(__name__)
@@ -82,9 +81,13 @@ async def _serve(
     import asyncio
 
     from art_cli.chat.http_server import serve
+    from art_cli.view.chat import ChatRelay, find_key, find_model
     from art_cli.view.view_app import build_app
 
-    relay = await _relay(endpoint, model)
+    relay: ChatRelay | None = None
+    if endpoint is not None:
+        key = find_key()
+        relay = ChatRelay(endpoint, model or await find_model(endpoint, key), key)
     answers.start()
     try:
         async with serve(build_app(answers, host=host, chat=relay), host, port, grace_s=1) as root:
@@ -97,15 +100,6 @@ async def _serve(
         answers.close()
         if relay is not None:
             await relay.close()
-
-
-async def _relay(endpoint: str | None, model: str | None) -> "ChatRelay | None":
-    if endpoint is None:
-        return None
-    from art_cli.view.chat import ChatRelay, find_key, find_model
-
-    key = find_key()
-    return ChatRelay(endpoint, model or await find_model(endpoint, key), key)
 
 
 def _open_browser(url: str) -> None:
