@@ -28,12 +28,15 @@ from art_cli.cli.serve import KEY_VARIABLE, warn_of_open_key
 from art_cli.runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from art_cli.config.compose import LoadedGateway
-    from art_cli.engines import Engine
+    from art_cli.engines import Endpoint, Engine
     from art_cli.models.loading import Weights
     from art_cli.models.policy_spec import PolicySpec
     from art_cli.models.weights import Weights
     from art_cli.runs.run_checkpoints import Which
+    from art_cli.runtime.secrets import Secrets
     from art_cli.serving.gateway.gateway_service import Totals
 log = logging.getLogger(__name__)
 
@@ -77,7 +80,6 @@ def run(
     from art_cli.config.compose import load_gateway
     from art_cli.engines import engine_traits
     from art_cli.runtime import threads
-    from art_cli.runtime.secrets import find_secrets
     from art_cli.serving.gateway.gateway_service import Clients, GatewayService
     from art_cli.serving.gateway.journal import Journal
 
@@ -97,8 +99,7 @@ def run(
 
         async def serve() -> "Totals":
             async with _started(made) as (engine, policy):
-                values, urls = [*keys, engine.endpoint.api_key], [engine.endpoint.base_url or ""]
-                known = find_secrets({}, values=values, urls=urls, max_escapes=MAX_ESCAPES)
+                known = _known_secrets(keys, engine.endpoint)
                 limits["enforces_formats"] = engine_traits(loaded.engine, loaded.directory).enforces_formats
                 service = GatewayService(
                     engine, journal, settings, clients=clients, secrets_known=known, policy=policy, **limits
@@ -193,3 +194,11 @@ def _said(loaded: "LoadedGateway", totals: "Totals") -> str:
     kinds = "all token for token" if not text_only else f"{text_only} of them with calls that are text only"
     wrote = f"{totals.num_trajectories} trajectories in {totals.num_files} files, {kinds}"
     return f"{totals.num_calls} calls answered; wrote {wrote if totals.num_files else 'nothing'}: {loaded.trajectories}"
+
+
+def _known_secrets(keys: "Sequence[str]", endpoint: "Endpoint") -> "Secrets":
+    """Returns the keys for clients and endpoint, with any password in the endpoint's URL."""
+    from art_cli.runtime.secrets import find_secrets
+
+    values, urls = [*keys, endpoint.api_key], [endpoint.base_url or ""]
+    return find_secrets({}, values=values, urls=urls, max_escapes=MAX_ESCAPES)
