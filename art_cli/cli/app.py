@@ -120,9 +120,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         log.set_up(verbose=is_verbose)
         if sys.flags.optimize > 1:
-            raise errors.UsageError(
-                "Python runs without docstrings, which transformers needs: unset PYTHONOPTIMIZE, or drop -OO"
-            )
+            raise errors.UsageError("transformers needs docstrings: unset PYTHONOPTIMIZE, or drop -OO")
         code = app(rest or ["--help"], prog_name="art", standalone_mode=False)
     except KeyboardInterrupt:  # Typer handles Ctrl-C only during a command
         code = 130

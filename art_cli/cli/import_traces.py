@@ -43,19 +43,11 @@ def run(
 
 
 def _as_row(output: Path, done: "Imported") -> dict[str, object]:
-    return {
-        "output": str(output),
-        "records": done.num_records,
-        "attempts": done.num_attempts,
-        "groups": len(done.groups),
-        "formats": dict(done.formats),
-        "with_tokens": done.num_with_tokens,
-        "with_reward": done.num_rewarded,
-        "failed": done.num_failed,
-        "below_min_reward": done.num_below,
-        "not_read": done.unread.counts.total(),
-        "reasons": dict(done.unread.counts.most_common(20)),
-    }
+    unread = done.unread.counts
+    read = {"records": done.num_records, "attempts": done.num_attempts, "groups": len(done.groups)}
+    having = {"with_tokens": done.num_with_tokens, "with_reward": done.num_rewarded, "failed": done.num_failed}
+    left = {"below_min_reward": done.num_below, "not_read": unread.total(), "reasons": dict(unread.most_common(20))}
+    return {"output": str(output), **read, "formats": dict(done.formats), **having, **left}
 
 
 def _as_lines(output: Path, done: "Imported") -> list[str]:

@@ -78,20 +78,13 @@ def run(
     if step is not None:
         _say(f"{what}: step {step} of {place}", as_json)
     made = Counter(link.step for link in links if link.files)
-    facts: dict[str, Any] = {
-        "path": str(place),
-        "base": links[0].origin.base,
-        "first": links[0].step,
-        "step": links[-1].step,
-        "policy": policy,
-        kind: digest,
-        "again": sorted(step for step, count in made.items() if count > 1),
-        "flaws": [flaw._asdict() for flaw in flaws],
-    }
+    again, first, last = sorted(step for step, count in made.items() if count > 1), links[0], links[-1]
+    facts: dict[str, Any] = {"path": str(place), "base": first.origin.base, "first": first.step, "step": last.step}
+    facts |= {"policy": policy, kind: digest, "again": again, "flaws": [flaw._asdict() for flaw in flaws]}
     whole = f"{place}: {len(links)} links, from base {facts['base'][:12]} to step {facts['step']}, {policy}"
     _say(f"{whole}\n  the digest of the whole {kind}: {digest}", as_json)
-    for again in facts["again"]:
-        _say(f"  step {again} was made again, after a loss of which there is no proof", as_json)
+    for repeated in again:
+        _say(f"  step {repeated} was made again, after a loss of which there is no proof", as_json)
     for flaw in flaws[:MAX_FLAWS]:
         _say(f"  {flaw.place}: {flaw.what}", as_json)
     problem = f"its chain does not prove {', '.join(flaw.place for flaw in flaws[:3])}" if flaws else ""

@@ -261,20 +261,13 @@ class Written:
 
     def as_dict(self) -> dict[str, Any]:
         by_difficulty, by_tool = spread(self.tasks.found)
-        return {
-            "file": str(self.path),
-            "tasks": len(self.tasks.found),
-            "before": self.num_before,
-            "wanted": self.num_wanted,
-            "difficulties": {str(each): by_difficulty[each] for each in sorted(by_difficulty)},
-            "tools": dict(by_tool),
-            "near_duplicates": self.tasks.num_same,
-            "unusable": self.tasks.num_unusable,
-            "calls": self.usage.calls,
-            "tokens": self.usage.tokens,
-            "cost_usd": self.usage.cost_usd,
-            "problem": self.problem,
-        }
+        tasks, usage = self.tasks, self.usage
+        counts = {"tasks": len(tasks.found), "before": self.num_before, "wanted": self.num_wanted}
+        difficulties = {str(each): by_difficulty[each] for each in sorted(by_difficulty)}
+        left = {"near_duplicates": tasks.num_same, "unusable": tasks.num_unusable}
+        paid = {"calls": usage.calls, "tokens": usage.tokens, "cost_usd": usage.cost_usd}
+        spread_over = {"difficulties": difficulties, "tools": dict(by_tool)}
+        return {"file": str(self.path), **counts, **spread_over, **left, **paid, "problem": self.problem}
 
 
 def write(
