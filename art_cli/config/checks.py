@@ -10,6 +10,8 @@ from art_cli.config.sections.engine_config import ONLY_BFLOAT16
 from art_cli.config.sections.rollout_config import cluster_conflicts
 from art_cli.config.sections.train_config import ONE_OF_BOTH
 
+PROMPT_TRAIN = frozenset({"steps", "keep_checkpoints", "keep_best", "seed"})  # `train` keys for a prompt search
+
 
 def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields (dotted key, message) for contradicting settings."""
@@ -290,9 +292,6 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
             yield f"{section}.{knob}", f"cannot be said to a server of the Tinker protocol: it {why}"
     if train.max_kl is not None:
         yield "train.max_kl", "draws weights back, and these are the server's; null, with train.epochs_per_step lower"
-
-
-PROMPT_TRAIN = frozenset({"steps", "keep_checkpoints", "keep_best", "seed"})  # `train` keys for a prompt search
 
 
 def reflecting_model(config: RunConfig, learner: schema.PromptLearnerConfig) -> schema.JudgeModelConfig | None:

@@ -16,6 +16,12 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+MAX_COUNT = 2**31 - 1
+YEAR_S = 31_536_000.0  # longest timeout; event loops reject 1e308 s
+MAX_PROCESSES = 1024
+MAX_NAME = 200  # characters in a run's name; file names have up to 255, and some add a suffix to the run's name
+OLD_NAMES = {"api_base": "base_url", "url": "base_url"}  # key in judges and engines until 2026 -> current key
+
 
 def _not_true_or_false(value: Any) -> Any:
     """Rejects bools, which pydantic accepts as 0 or 1."""
@@ -31,11 +37,6 @@ def _is_device(value: str) -> str:
     return value
 
 
-MAX_COUNT = 2**31 - 1
-YEAR_S = 31_536_000.0  # longest timeout; event loops reject 1e308 s
-MAX_PROCESSES = 1024
-MAX_NAME = 200  # characters in a run's name; file names have up to 255, and some add a suffix to the run's name
-
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)]
 Device = Annotated[str, AfterValidator(_is_device)]
 Int = Annotated[int, BeforeValidator(_not_true_or_false)]
@@ -49,7 +50,6 @@ NonNegative = Annotated[Float, Field(ge=0)]
 UnitInterval = Annotated[Float, Field(ge=0, le=1)]
 
 
-OLD_NAMES = {"api_base": "base_url", "url": "base_url"}  # key in judges and engines until 2026 -> current key
 WeightsAt = Literal["here", "process", "server"]  # this process, a process on this machine, another machine
 
 

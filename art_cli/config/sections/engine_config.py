@@ -8,6 +8,22 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from art_cli.config.sections.base_config import Int, PositiveFloat, PositiveInt, Seconds, Section, WeightsAt
 
+# vLLM arguments that art sets -> configuration key to use instead.
+VLLM_OWN_ARGS = {
+    "model": "model.base",
+    "dtype": "model.dtype",
+    "max-model-len": "model.max_length",
+    "chat-template": "model.chat_template",
+    "max-lora-rank": "model.lora.rank",
+    "enable-sleep-mode": "engine.sleep",
+    "hf-token": "the environment variable HF_TOKEN",
+    **dict.fromkeys(("host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile", "api-key", "config")),
+    **dict.fromkeys(("enable-lora", "served-model-name", "logprobs-mode", "generation-config", "headless")),
+}
+# asserted by vllm-bnb-plugin 0.0.3 (quantization/params.py)
+ONLY_BFLOAT16 = "in 4 bits vLLM computes in bfloat16 only"
+VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
+
 
 class RedactConfig(Section):
     """Texts that `art gateway` replaces by "[redacted]" before it writes. API keys and passwords in URLs are always
@@ -140,23 +156,6 @@ class AnthropicEngineConfig(EngineSection):
 
 
 HostedEngineConfig = OpenAIEngineConfig | AnthropicEngineConfig
-
-
-# vLLM arguments that art sets -> configuration key to use instead.
-VLLM_OWN_ARGS = {
-    "model": "model.base",
-    "dtype": "model.dtype",
-    "max-model-len": "model.max_length",
-    "chat-template": "model.chat_template",
-    "max-lora-rank": "model.lora.rank",
-    "enable-sleep-mode": "engine.sleep",
-    "hf-token": "the environment variable HF_TOKEN",
-    **dict.fromkeys(("host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile", "api-key", "config")),
-    **dict.fromkeys(("enable-lora", "served-model-name", "logprobs-mode", "generation-config", "headless")),
-}
-# asserted by vllm-bnb-plugin 0.0.3 (quantization/params.py)
-ONLY_BFLOAT16 = "in 4 bits vLLM computes in bfloat16 only"
-VLLM_OWN_ENV = ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
 
 
 class VllmEngineConfig(EngineSection):

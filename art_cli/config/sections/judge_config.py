@@ -23,6 +23,17 @@ from art_cli.config.sections.base_config import (
 )
 
 FlipRate = Annotated[Float, Field(ge=0, lt=1)]
+# The default judge. OpenAI names it as the successor of o3, with a price within 25 % of o3's. Its agreement with people
+# was not measured; `art judge --gold` measures it on your attempts.
+DEFAULT_JUDGE = "openai/gpt-6.1-sol"
+RULE = "builtin:rule"  # follows rules in the rubric, without a model
+# Names in `judge.params` that litellm uses itself instead of sending them.
+LITELLM_PARAMS = frozenset(
+    {
+        *("api_key", "api_base", "api_version", "base_url", "organization", "headers", "extra_headers", "extra_body"),
+        *("drop_params", "additional_drop_params", "allowed_openai_params", "fallbacks", "mock_response"),
+    }
+)
 
 
 class NoiseConfig(Section):
@@ -107,19 +118,7 @@ class PriceConfig(Section):
     """Dollars per million completion tokens."""
 
 
-# The default judge. OpenAI names it as the successor of o3, with a price within 25 % of o3's. Its agreement with people
-# was not measured; `art judge --gold` measures it on your attempts.
-DEFAULT_JUDGE = "openai/gpt-6.1-sol"
 DEFAULT_PRICE = PriceConfig(input=2, output=10)
-RULE = "builtin:rule"  # follows rules in the rubric, without a model
-
-# Names in `judge.params` that litellm uses itself instead of sending them.
-LITELLM_PARAMS = frozenset(
-    {
-        *("api_key", "api_base", "api_version", "base_url", "organization", "headers", "extra_headers", "extra_body"),
-        *("drop_params", "additional_drop_params", "allowed_openai_params", "fallbacks", "mock_response"),
-    }
-)
 
 
 class JudgeModelConfig(Section):

@@ -19,6 +19,15 @@ from art_cli.config.sections.base_config import (
 )
 from art_cli.runtime.plugins import resolve
 
+EXPERIMENTS = {  # name -> algorithm, imported on first use; its `section` has the options
+    "gigpo": "art_cli.learners.algorithms.gigpo:Gigpo",
+    "gagpo": "art_cli.learners.algorithms.gagpo:Gagpo",
+    "maxrl": "art_cli.learners.algorithms.maxrl:Maxrl",
+    "reinforce++": "art_cli.learners.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+    "gdpo": "art_cli.learners.algorithms.gdpo:Gdpo",
+    "sdpo": "art_cli.learners.algorithms.sdpo:Sdpo",
+}
+
 
 class TruncateConfig(Section):
     """Truncated importance sampling (Yao et al. 2025, fengyao.notion.site/off-policy-rl): a token's weight is min(ρ,
@@ -335,16 +344,6 @@ class PpoConfig(ClippedLossConfig):
             yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
         if "value_coefficient" in self.model_fields_set and not self.value_trunk:
             yield "value_coefficient", "used with loss.value_trunk=true only; else set loss.value_learning_rate"
-
-
-EXPERIMENTS = {  # name -> algorithm, imported on first use; its `section` has the options
-    "gigpo": "art_cli.learners.algorithms.gigpo:Gigpo",
-    "gagpo": "art_cli.learners.algorithms.gagpo:Gagpo",
-    "maxrl": "art_cli.learners.algorithms.maxrl:Maxrl",
-    "reinforce++": "art_cli.learners.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
-    "gdpo": "art_cli.learners.algorithms.gdpo:Gdpo",
-    "sdpo": "art_cli.learners.algorithms.sdpo:Sdpo",
-}
 
 
 def _section_of(name: str) -> type[PresetConfig]:

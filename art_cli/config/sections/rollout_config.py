@@ -42,6 +42,10 @@ OWN_RUNTIME_ENV = {
     "env_vars": "it is shown on the cluster's pages; name the variables in rollout.cluster.env",
 }
 OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+SAVED = ("state.json", "dataset_dict.json")  # files in a saved dataset's directory
+MAX_AT_ONCE = 1024  # limit for `concurrency: auto`; a rollout may use a sandbox or a connection
+MAX_REFILL = 100.0  # extra groups per planned group
+OF_SOURCES = ("entry", "command", "environment", "scenarios")  # keys for sources instead of `rollout`
 
 
 def _are_names(names: list[str]) -> list[str]:
@@ -136,9 +140,6 @@ def cluster_conflicts(*, processes: int | None, python: Path | None, entry: str 
         yield "entry", f"{file} is not in the config's directory, which alone is sent to the nodes of rollout.cluster"
 
 
-SAVED = ("state.json", "dataset_dict.json")  # files in a saved dataset's directory
-
-
 class ScenariosConfig(Section):
     """The source of scenarios and the columns of a table that make them up (docs/scenarios.md). A source alone
     stands for {source: ...}."""
@@ -188,10 +189,6 @@ Scenarios = Annotated[ScenariosConfig, BeforeValidator(_by_source)]
 def is_dataset(path: Path) -> bool:
     """Returns True for a directory written by `save_to_disk` (library datasets)."""
     return any((path / name).is_file() for name in SAVED)
-
-
-MAX_AT_ONCE = 1024  # limit for `concurrency: auto`; a rollout may use a sandbox or a connection
-MAX_REFILL = 100.0  # extra groups per planned group
 
 
 class SamplingConfig(Section):
@@ -293,9 +290,6 @@ class SourceConfig(Section):
     def _one_kind_of_agent(self) -> Self:
         _check_agent(self)
         return self
-
-
-OF_SOURCES = ("entry", "command", "environment", "scenarios")  # keys for sources instead of `rollout`
 
 
 class RolloutConfig(Section):

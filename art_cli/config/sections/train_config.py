@@ -24,6 +24,8 @@ from art_cli.config.sections.judge_config import JudgeModelConfig, PriceConfig, 
 from art_cli.config.sections.rollout_config import Scenarios
 
 MAX_NODES = 256
+BOUNDS = ("above", "below", "below_best_by")
+ONE_OF_BOTH = "set exactly one of 'scenarios' (a file or function) and 'held_out' (a share)"
 
 
 class BaseLearnerConfig(Section):
@@ -188,9 +190,6 @@ LearnerConfig = Annotated[
     Field(discriminator="name"),
     AfterValidator(_named),
 ]
-
-
-BOUNDS = ("above", "below", "below_best_by")
 
 
 class StopRule(Section):
@@ -381,9 +380,6 @@ class SftConfig(Section):
             for knob in ("eval_every", "patience"):
                 if getattr(self, knob) is not None:
                     yield knob, "used with an evaluation loss only; set sft.eval_demos or sft.held_out"
-
-
-ONE_OF_BOTH = "set exactly one of 'scenarios' (a file or function) and 'held_out' (a share)"
 
 
 class EvalConfig(Section):
