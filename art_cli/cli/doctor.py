@@ -150,7 +150,7 @@ PROOFS: dict[str, Callable[[], str]] = {"train": _prove_train}
 
 def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
     """Yields the automatic engine and learner for a LoRA on a published model, with reasons."""
-    from art_cli.loop.engine_choice import Machine, choose, engine_facts
+    from art_cli.loop.engine_choice import Machine, choose_engine
 
     machine = machine or Machine()
     choice = choose_engine(machine)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from art_cli.config.compose import LoadedGateway
     from art_cli.engines import Endpoint, Engine
-    from art_cli.models.loading import Weights
     from art_cli.models.policy_spec import PolicySpec
     from art_cli.models.weights import Weights
     from art_cli.runs.run_checkpoints import Which

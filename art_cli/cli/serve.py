@@ -171,8 +171,7 @@ def _choose_engine(
         of_trained = trained.get("python") if trained.get("name") == "vllm" else None
         named = settings.get("python", of_trained)
         python = Path(str(named)) if named else None
-        facts = engine_facts(machine, obstacle=obstacle, base=first.base, python=python, quantize=first.quantize)
-        choice = choose(facts)
+        choice = choose_engine(machine, obstacle=obstacle, base=first.base, python=python, quantize=first.quantize)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)
         name = choice.name
     endpoints = [_endpoint_key(source) for source in sources]

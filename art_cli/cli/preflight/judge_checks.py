@@ -5,7 +5,7 @@ import logging
 from art_cli.cli import Finding
 from art_cli.cli.preflight.opened import Opened, Part
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE
-from art_cli.judges import Judge, judge_groups
+from art_cli.judges import Judge, trial
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.retirement import find_retiring, hosted_models, retirement_day
 from art_cli.judges.shadow_judges import ShadowJudges
@@ -30,7 +30,7 @@ def check_shadow(opened: Opened, part: Part) -> Finding | None:
     shadow, directory = part.loaded.config.shadow, part.loaded.directory
     threads.run(ShadowJudges(shadow, directory).close())
     for name, each in shadow.items():
-        for key, model in judge_groups.missing_keys(each.judge, directory).items():
+        for key, model in trial.missing_keys(each.judge, directory).items():
             cure = f"set it in the environment, or in a file .env in {directory}"
             return Finding("shadow", False, f"{name}: {key} is not set, and {model} needs it", cure)
     names = [f"{name} ({each.judge.name}, {each.share:.0%} of the groups)" for name, each in shadow.items()]
@@ -45,14 +45,14 @@ def check_judge(opened: Opened, part: Part) -> Finding | None:
         same = f"{number} {part.loaded.config.judge.model_dump_json()}"
         if same in opened.asked:
             notes.append(f"{judge.title}: the same judge as above")
-        elif (expected := judge.estimate(judge_groups.short_attempts())) is not None:
+        elif (expected := judge.estimate(trial.short_attempts())) is not None:
             note, cure = _ask_once(opened, judge, expected)
             opened.asked.add(same)
             notes.append(note)
             cures += [cure] if cure else []
         elif not judge.needs_reward:
             log.info("judge: %s scores the two attempts", judge.title)
-            verdicts = threads.run(judge_groups.score(judge, part.played))
+            verdicts = threads.run(trial.judge_in_time(judge, part.played))
             rewards = [f"{verdicts[trajectory.id].reward:g}" for trajectory in part.played]
             notes.append(f"{judge.title} gave the two attempts {' and '.join(rewards)}")
     return Finding("judge", True, "; ".join(notes), "; ".join(cures)) if notes else None
@@ -64,7 +64,7 @@ def _ask_once(opened: Opened, judge: Judge, expected: CostEstimate) -> tuple[str
     if not opened.asks_judge:
         return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
     log.info("judge: asking %s once about two short attempts: %s", models, would)
-    asked = threads.run(judge_groups.ask(judge))
+    asked = threads.run(trial.run_trial(judge))
     cost = "price unknown" if asked.usage.cost_usd is None else f"${asked.usage.cost_usd:.4f}"
     took = f"{asked.usage.calls} calls, {asked.usage.tokens:,} tokens, {cost}"
     is_sound = asked.right > asked.wrong

@@ -19,9 +19,12 @@ from art_cli.loop import trial_update
 from art_cli.loop.decide import decide_by_base, read_sizes
 from art_cli.loop.engine_choice import Machine
 from art_cli.loop.gpu_fit import describe_use, find_misfit, gpu_use
-from art_cli.models.device_memory import memory_there
-from art_cli.models.loading import count_parameters, find_base, load_tokenizer, read_shape
+from art_cli.models.base_source import find_base
+from art_cli.models.device import memory_there
+from art_cli.models.model_shape import read_shape
 from art_cli.models.policy_spec import read_spec, spec_of
+from art_cli.models.tokenizer import load_tokenizer
+from art_cli.models.weights import count_parameters
 from art_cli.runs.trajectory import Turn, prompt, sequence
 
 log = logging.getLogger(__name__)

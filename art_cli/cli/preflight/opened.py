@@ -7,8 +7,8 @@ from typing import Any
 from art_cli.config.compose import LoadedConfig
 from art_cli.judges import Judge
 from art_cli.learners import Learner
-from art_cli.models.loading import Weights
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.weights import Weights
 from art_cli.runs.trajectory import Json, Trajectory
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from art_cli.chat.requests import text_of
 from art_cli.cli import Finding
 from art_cli.cli.preflight.opened import Opened, Part
-from art_cli.judges import judge_groups
+from art_cli.judges import trial
 from art_cli.learners.sft.examples import load_examples
 from art_cli.loop.owed_groups import plan_groups
 from art_cli.loop.policy_sampler import open_sampler
-from art_cli.models.loading import template_cure
+from art_cli.models.tokenizer import template_cure
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT
 from art_cli.rollouts.rollout_runner import process_rollout
@@ -58,8 +58,8 @@ def check_scenarios(opened: Opened, part: Part) -> Finding:
 def check_entries(opened: Opened, part: Part) -> Finding:
     """Imports the rollout and the judge, and looks for the judge's API keys."""
     config = part.loaded.config
-    part.judge = judge_groups.make_trial_judge(config.judge, part.loaded.directory)
-    for name, model in judge_groups.missing_keys(config.judge, part.loaded.directory).items():
+    part.judge = trial.make_trial_judge(config.judge, part.loaded.directory)
+    for name, model in trial.missing_keys(config.judge, part.loaded.directory).items():
         cure = f"set it in the environment, or in a file .env in {part.loaded.directory}"
         return Finding("judge", False, f"{name} is not set, and {model} needs it", cure)
     if config.rollout.command:
