@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from tests.support.paths import LETTERS, ROOT
+from tests.support.processes import forked
 
 PAGE = ROOT / "docs/ci.md"
 GITHUB = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c"]  # as its runner starts `run`
@@ -36,7 +36,6 @@ def project(tmp_path: Path) -> Path:
     shutil.copytree(LETTERS, root, ignore=shutil.ignore_patterns("__pycache__", "runs"))
     (root / "requirements.txt").write_text("art-cli[train]\n")
     words = {
-        "art": f'exec "{sys.executable}" -m art_cli "$@"',
         "pip": 'test "$*" = "install -r requirements.txt" && test -f requirements.txt',
         "gh": 'test "$1 $2" = "pr comment" && test "$4" = "--body-file" && cp "$5" comment.md',
     }
@@ -49,9 +48,11 @@ def project(tmp_path: Path) -> Path:
 
 
 def shell(project: Path, words: list[str], **variables: str) -> int:
-    own = {"PATH": f"{project.parent / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    places = project.parent / "bin"
+    environment = os.environ | {"PATH": f"{places}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)} | variables
+    server = forked.write_art(places / "art")
     done = subprocess.run(
-        words, cwd=project, env=os.environ | own | variables, capture_output=True, text=True, timeout=300
+        words, cwd=project, env=environment, pass_fds=[server], capture_output=True, text=True, timeout=300
     )
     assert "Traceback" not in done.stderr, done.stderr
     print(words[-1], done.stdout[-2000:], done.stderr[-2000:])

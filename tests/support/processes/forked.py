@@ -25,6 +25,17 @@ from typing import IO, Self
 from tests.support.paths import ROOT
 
 NEWS_BYTES = 8
+# The word `art` on a shell's path: asks the same server, over a descriptor that the shell must inherit.
+ART = """#!{python} -SE
+import json, os, socket, sys
+
+news, end = os.pipe()
+asked = ["art_cli", sys.argv[1:], os.getcwd(), dict(os.environ), False]
+socket.send_fds(socket.socket(fileno={server}), [json.dumps(asked).encode()], [0, 1, 2, end])
+os.close(end)
+_, status = (int.from_bytes(os.read(news, {bytes}), sys.byteorder, signed=True) for _ in range(2))
+os._exit(status if status >= 0 else 128 - status)
+"""
 PIPE, DEVNULL, STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT
 
 
@@ -132,6 +143,14 @@ def run(
         raise
     assert process.returncode is not None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def write_art(path: Path) -> int:
+    """Writes the command `art` to that path. Returns the descriptor that whoever runs it needs (`pass_fds`)."""
+    server = _server().fileno()
+    path.write_text(ART.format(python=sys.executable, server=server, bytes=NEWS_BYTES))
+    path.chmod(0o755)
+    return server
 
 
 def _stream(wish: int | IO[str] | IO[bytes] | None, own: int) -> tuple[IO[str] | None, int]:
