@@ -86,7 +86,8 @@ test-quantize: $(DEV)  ## the tests of a base in 4 bits
 	PYTHONPATH=$(QUANTIZE) $(BIN)/pytest -m quantize tests/models tests/learners/test_unsloth.py \
 		tests/learners/test_fake_device.py
 
-test-all: test test-quantize test-rest
+test-all: lint test-quantize  ## all of them; the slow ones and the others in one go, so that they share their fixtures
+	$(PYTEST) -m 'not quantize'
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
 # CUDA builds: beside a CPU torch they install and then break `import transformers`. Where the package index lacks torch's
