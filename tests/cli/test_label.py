@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from art_cli.cli.app import run
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.trajectory import ScoredTrajectory
 from tests.cli.test_terminal import STEERING, is_quiet
+from tests.support.processes import forked
 from tests.support.processes.terminal import Terminal
 
 LONG = "a long answer " * 400
@@ -24,16 +24,8 @@ def write_scored(path: Path, *, words: str = "") -> Path:
             for index in range(3):
                 said = f"{words}answer {index} {LONG if index == 2 else ''} the end of {index}"
                 messages = [{"role": "user", "content": f"question {group}?"}, {"role": "assistant", "content": said}]
-                writer.append(
-                    ScoredTrajectory(
-                        id=f"{words}g{group}-{index}",
-                        group_id=f"{words}g{group}",
-                        group_size=3,
-                        index=index,
-                        messages=messages,
-                        reward=float(index > 0),
-                    )  # fmt: skip
-                )
+                place = {"id": f"{words}g{group}-{index}", "group_id": f"{words}g{group}", "group_size": 3}
+                writer.append(ScoredTrajectory(**place, index=index, messages=messages, reward=float(index > 0)))
     return path
 
 
@@ -117,15 +109,10 @@ def test_ctrl_c_and_a_kill_lose_nothing_and_the_same_command_goes_on(tmp_path: P
 
 def test_a_run_is_asked_about_step_by_step_and_undo_goes_back_over_steps(tmp_path: Path) -> None:
     paths = [write_scored(tmp_path / f"step_{step:04d}/scored.jsonl") for step in range(3)]
-    terminal = Terminal(
-        [sys.executable, "-m", "art_cli", "label", str(tmp_path)],
-        columns=100, lines=30, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2])
-    )  # fmt: skip
-    modes = terminal.modes
-    press(terminal, [b"1", b"2", b"1", b"u", b"u", b"2", b"\x03"])
+    terminal = opened(tmp_path)
+    press(terminal, [b"1", b"2", b"1", b"u", b"u", b"2", b"q"])
     terminal.follow()
-    assert "the same command goes on" in " ".join(terminal.scrolled()) and terminal.modes_now == modes
-    assert terminal.close() == 130
+    assert terminal.close() == 0
     said = [said for path in paths for said in verdicts(path)]
     assert sorted(said) == ["left", "left", "right", "right", "undo", "undo"] and all(verdicts(path) for path in paths)
 
@@ -163,10 +150,5 @@ def test_the_report_and_json_ask_nothing_and_without_a_terminal_nothing_is_asked
         "false_positive", "false_negative"
     }  # fmt: skip
     assert run(["label", str(tmp_path / "none.jsonl"), "--report"]) == 2
-    done = subprocess.run(
-        [sys.executable, "-m", "art_cli", "label", str(scored)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    done = forked.run(["label", scored], timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--report" in done.stderr

@@ -24,8 +24,8 @@ from art_cli.judges.ruler.ruler_judge import RulerJudge
 from art_cli.learners.sft.examples import demo_samples, load_demos
 from art_cli.reports.pages.judge_page import judge_page
 from art_cli.rollouts.scenario_files import load_scenarios
-from art_cli.runs.durable import LineWriter, read_lines
-from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
+from art_cli.runs.durable import read_lines
+from art_cli.runs.trajectory import ScoredTrajectory
 from art_cli.runtime.errors import ArtError, printable
 from tests.support.attacks.hostile import NUM_MUTATIONS, MemoryBound, assert_in_words, mutations
 from tests.support.models.tiny import tiny_tokenizer
@@ -189,19 +189,6 @@ def test_any_scored_file_is_reported_on_or_refused_in_words(place: Path) -> None
         said(lambda path=path: report(path, next(golds)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Trajectory, ScoredTrajectory])
-def test_any_file_of_lines_is_read_or_refused_in_words_and_can_be_appended_to(kind: type, place: Path) -> None:
-    def read(path: Path) -> None:
-        before = list(read_lines(path, kind))
-        with LineWriter(path) as writer:
-            writer.append(msgspec.json.decode(SCORED.splitlines()[0], type=kind))
-        assert len(list(read_lines(path, kind))) == len(before) + 1
-
-    for path in played(SCORED, place / "s.jsonl", seed=4):
-        said(lambda path=path: read(path))
-
-
 def test_any_file_of_scenarios_is_read_or_refused_in_words(place: Path) -> None:
     for path in played(SCENARIOS, place / "s.jsonl", seed=5):
         said(lambda path=path: msgspec.json.encode(load_scenarios(path.name, path.parent)))
@@ -225,13 +212,11 @@ def test_any_file_of_demos_is_read_or_refused_in_words(place: Path) -> None:
 @pytest.mark.parametrize(
     ("good", "arguments"),
     [
-        (OWN, ["judge=rollout", "--fresh"]),
         (ART, ["judge=rollout", "--fresh", "--json"]),
         (PLAIN, ["judge.api_base=http://127.0.0.1:9/v1", "judge.cache=null", "--dry-run"]),
-        (PLAIN, ["judge=rollout", "--fresh", "--group-by", "messages"]),
         (SCORED, ["--report", "--gold", "metrics.win", "--html", "r.html", "--gate", "pairwise_accuracy>=0.1"]),
     ],
-    ids=["own", "art", "dry run", "group by", "report"],
+    ids=["art", "dry run", "report"],
 )
 def test_the_whole_command_answers_any_file_in_words(good: bytes, arguments: list[str], place: Path, art: Art) -> None:
     for path in played(good, place / "t.jsonl", seed=7, count=NUM_COMMANDS):

@@ -1,7 +1,6 @@
-"""Human labels: stored immediately, resumed, and used to estimate the judge's accuracy. No hostile file breaks it."""
+"""Labels of a person: kept at once, taken up again, and what they say of the judge."""
 
 import json
-import os
 import random
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from art_cli.judges.files.person_labels import Pair, PersonLabels, Verdict
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.trajectory import Score, ScoredTrajectory
-from art_cli.runtime.errors import DataError, RunError, UsageError
+from art_cli.runtime.errors import DataError, UsageError
 
 GROUPS, SIZE = 12, 4
 
@@ -23,20 +22,10 @@ def write_scored(path: Path, *, is_verdict: bool = False, votes: int = 1, wrong:
             for index in range(SIZE):
                 quality = draw.random() if draw.random() < wrong else index / SIZE
                 reward = float(quality >= 0.5) if is_verdict else quality
-                writer.append(
-                    ScoredTrajectory(
-                        id=f"g{group}-{index}",
-                        group_id=f"g{group}",
-                        group_size=SIZE,
-                        index=index,
-                        reward=reward,
-                        messages=[
-                            {"role": "user", "content": "Q"},
-                            {"role": "assistant", "content": f"A{index}" * index},
-                        ],
-                        scores=[Score(judge="j", score=reward, votes=[reward] * votes)],
-                    )  # fmt: skip
-                )
+                messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": f"A{index}" * index}]
+                place = {"id": f"g{group}-{index}", "group_id": f"g{group}", "group_size": SIZE, "index": index}
+                scores = [Score(judge="j", score=reward, votes=[reward] * votes)]
+                writer.append(ScoredTrajectory(**place, reward=reward, messages=messages, scores=scores))
     return path
 
 
@@ -177,32 +166,10 @@ def test_scores_give_no_rates_and_several_votes_their_own_setting(tmp_path: Path
     assert single.report().noise is None and votes.report().noise == "votes"
 
 
-def test_a_link_or_a_pipe_in_the_place_of_the_labels_is_refused_and_its_target_stays(tmp_path: Path) -> None:
-    scored, path = write_scored(tmp_path / "scored.jsonl"), tmp_path / "labels.jsonl"
-    target = tmp_path / "target"
-    target.write_text('{"half')
-    path.symlink_to(target)
-    with pytest.raises(RunError, match="not a regular file"):
-        PersonLabels(scored)
-    path.unlink()
-    labels = PersonLabels(scored)
-    pair = labels.next()
-    assert pair is not None
-    path.symlink_to(target)
-    with pytest.raises(RunError, match="not a regular file"):
-        labels.answer(pair, "left")
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(RunError, match="not a regular file"):
-        labels.answer(pair, "left")
-    assert target.read_text() == '{"half'
-
-
 @pytest.mark.parametrize(
     "line",
-    ["[]", "{}", "not json", '{"group_id": "g", "left": "a", "right": "b", "verdict": "\\u001b[2J", "time": 0}',
-     '{"schema_version": 99}', '{"group_id": 1, "left": "a", "right": "b", "verdict": "left", "time": 0}', "\xff\x00"],
-)  # fmt: skip
+    ["[]", "not json", '{"group_id": "g", "left": "a", "right": "b", "verdict": "\\u001b[2J", "time": 0}', "\xff\x00"],
+)
 def test_a_damaged_line_of_the_labels_is_named_with_its_place(line: str, tmp_path: Path) -> None:
     scored = write_scored(tmp_path / "scored.jsonl")
     (tmp_path / "labels.jsonl").write_text(line + "\n", encoding="latin-1")
@@ -211,11 +178,7 @@ def test_a_damaged_line_of_the_labels_is_named_with_its_place(line: str, tmp_pat
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"reward": 1e300}, {"reward": "high"}, {"id": None}, {"scores": 7}, {"group_size": 10**9}, {"schema_version": 99}],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{"reward": 1e300}, {"scores": 7}, {"schema_version": 99}], ids=str)
 def test_a_damaged_line_of_the_scored_file_is_named_with_its_place(change: dict[str, object], tmp_path: Path) -> None:
     path = write_scored(tmp_path / "scored.jsonl")
     rows = lines_of(path)
