@@ -194,12 +194,12 @@ def restore(good: Path, root: Path, file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-@pytest.mark.parametrize("kind", ["zero", "directory", "nowhere", "loop", "file above", "pipe", "zeros", "hole"])
+@pytest.mark.parametrize("kind", ["zero", "directory", "loop", "pipe", "zeros", "hole"])
 @pytest.mark.timeout(60, func_only=True)
 def test_things_in_the_place_of_files_go_on_or_stop_in_words(
     run: RunDir, reader: Callable[[RunDir], None], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file in turn empty, a directory, a link to nowhere, to itself, below a device, a pipe, /dev/zero, a hole."""
+    """Each file in turn empty, a directory, a link to itself, a pipe, /dev/zero, a hole."""
     for module in (json_lines, index):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 2**20)
     for file in sorted(path for path in run.root.rglob("*") if path.is_file()):
@@ -217,19 +217,15 @@ def spoil(file: Path, kind: str) -> None:
         file.write_bytes(b"")
     elif kind == "directory":
         file.mkdir()
-    elif kind == "nowhere":
-        file.symlink_to("/nowhere/at/all")
     elif kind == "loop":
         file.symlink_to(file.name)
     elif kind == "pipe":
         os.mkfifo(file)
     elif kind == "zeros":
         file.symlink_to("/dev/zero")
-    elif kind == "hole":
+    else:
         file.touch()
         os.truncate(file, 2**41)
-    else:
-        file.symlink_to("/dev/null/below")
 
 
 class Opened:
@@ -339,9 +335,7 @@ TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         ({"a": TENSOR, "b": {**TENSOR, "data_offsets": [4, 12]}}, 12),  # they overlap
         ({"a": {**TENSOR, "shape": [2**63]}}, 8),
-        ({"a": {**TENSOR, "shape": [2**32, 2**32]}}, 8),
         ({"a": {**TENSOR, "shape": [-1]}}, 8),
-        ({"a": {**TENSOR, "shape": ["NaN"]}}, 8),
         ({"a": {**TENSOR, "data_offsets": [0, 2**62]}}, 8),
         ({"a": {**TENSOR, "data_offsets": [8, 0]}}, 8),
         ({"a": {**TENSOR, "dtype": "F7"}}, 8),
@@ -349,7 +343,6 @@ TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": TENSOR}, 800),
         (b'{"a":' * 10_000, 8),
         (2**63, 8),
-        (2**31, 8),
     ],
 )
 def test_safetensors_whose_header_lies_are_refused_in_words(run: RunDir, header: object, size: int) -> None:
@@ -421,9 +414,8 @@ def mend(file: Path, data: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["step_9999999999999", "step_-1", "step_0001.tmp", "step_1", "step_00001", "step_\u0661\u0662\u0663\u0664",
-             "step_" + "9" * 200, "step_", "step_0x10"]
-)  # fmt: skip
+    "name", ["step_9999999999999", "step_-1", "step_0001.tmp", "step_1", "step_\u0661\u0662\u0663\u0664"]
+)
 def test_directories_that_are_no_checkpoint_of_this_run_are_passed_over(
     run: RunDir, name: str, art: Art, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -440,21 +432,13 @@ def test_directories_that_are_no_checkpoint_of_this_run_are_passed_over(
 
 CONFIGS = {
     "number": b"7",
-    "list": b"[1, 2]",
     "text": b'"config"',
-    "null": b"null",
     "empty": b"",
     "binary": bytes(range(256)),
-    "deep": b'{"a":' * 900 + b"1" + b"}" * 900,
     "deeper": b'{"model":' * 60_000,
-    "deep list": b'{"model": ' + b"[" * 300 + b"]" * 300 + b"}",
-    "huge number": b'{"model": {"max_length": ' + b"1" + b"0" * 400 + b"}}",
     "digits": b'{"model": {"max_length": ' + b"9" * 5_000 + b"}}",
     "wrong types": b'{"model": 3, "rollout": [], "train": "x", "engine": null}',
-    "wrong sampling": b'{"rollout": {"sampling": {"temperature": "hot", "max_tokens": -4}}}',
-    "wrong keep": b'{"train": {"keep_checkpoints": []}}',
     "wrong dtype": b'{"model": {"dtype": "__import__"}}',
-    "infinity": b'{"rollout": {"sampling": {"temperature": -Infinity}}}',
 }
 
 
@@ -496,9 +480,11 @@ def test_keys_of_another_version_do_not_keep_a_run_from_being_served(run: RunDir
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BASE_FILES)
-@pytest.mark.parametrize("kind", ["flip", "cut", "zero", "gone", "extra"])
-def test_a_damaged_built_base_is_named_and_never_loaded(run: RunDir, art: Art, name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("flip", name) for name in BASE_FILES), *((kind, BASE_FILES[1]) for kind in ("cut", "zero", "gone", "extra"))],
+)
+def test_a_damaged_built_base_is_named_and_never_loaded(run: RunDir, art: Art, kind: str, name: str) -> None:
     """Also a chat template with one flipped bit, of which nothing else would tell."""
     path = run.base / name
     data = path.read_bytes()
@@ -513,8 +499,7 @@ def test_a_damaged_built_base_is_named_and_never_loaded(run: RunDir, art: Art, n
             path.unlink()
         case "extra":
             (run.base / "added.safetensors").write_bytes(data)
-    command = ("export", run.root, "-o", run.root.parent / "out")
-    code, _, err = art(*command)
+    code, _, err = art("export", run.root, "-o", run.root.parent / "out")
     assert_in_words(code, err)
     assert code == 1
     last = err.strip().splitlines()[-1]
@@ -533,7 +518,7 @@ def test_a_base_removed_is_built_again_and_the_run_goes_on(run: RunDir) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASE_FILES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_damaged_base_of_the_users_own_is_loaded_or_refused_in_words(
     good: Path, tmp_path: Path, name: str, seed: int
 ) -> None:
