@@ -174,8 +174,13 @@ def test_two_nodes_take_the_steps_of_one_process_and_read_no_pickle(
 
 
 @pytest.mark.slow
-def test_two_nodes_with_one_copy_are_two_processes_bit_for_bit(project: Path, tmp_path: Path) -> None:
-    """With learner.shard=all, ranks are ranks: the same sums in the same order, wherever they run."""
+def test_two_nodes_with_one_copy_are_two_processes_bit_for_bit_and_a_killed_one_is_named_on_both_machines(
+    project: Path, tmp_path: Path
+) -> None:
+    """With learner.shard=all, ranks are ranks: the same sums in the same order, wherever they run.
+
+    Then a process is stopped and killed, so that it dies in the middle of a step that the first node waits in.
+    """
     workers = Workers(2, logs=tmp_path / "logs of processes")
     try:
         here = job_of(
@@ -184,19 +189,39 @@ def test_two_nodes_with_one_copy_are_two_processes_bit_for_bit(project: Path, tm
         reference = two_steps(ParallelLearner(here, workers), project / "base", tmp_path / "processes")
     finally:
         workers.close()
-    with joined(project, tmp_path / "logs", "learner.shard=all") as (learner, _):
+    with joined(project, tmp_path / "logs", "learner.shard=all") as (learner, node):
         path = two_steps(learner, project / "base", tmp_path / "nodes")
-    for name in (ADAPTER, MOMENTS, "optimizer.json"):
-        assert (path / name).read_bytes() == (reference / name).read_bytes(), name
+        for name in (ADAPTER, MOMENTS, "optimizer.json"):
+            assert (path / name).read_bytes() == (reference / name).read_bytes(), name
+        victim = node.worker_pid(1)
+        os.kill(victim, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+        died = r"learner process 1 of 2 died \(killed by SIGKILL\)"
+        with pytest.raises(LearnerError, match=rf"^node 1 \(127.0.0.1\): {died}; nothing is lost.*same commands"):
+            learner.step(played(project / "base"))
+        with pytest.raises(LearnerError, match=died):
+            learner.check()
+        learner.close()
+        code, said = node.end()
+        assert code == 1 and re.search(died, said) and "Traceback" not in said, said
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_processes_take_the_steps_of_one_process(project: Path, tmp_path: Path) -> None:
+def test_two_nodes_of_two_processes_take_the_steps_of_one_process_and_one_that_is_gone_is_named(
+    project: Path, tmp_path: Path
+) -> None:
     reference = two_steps(alone(job_of(project)), project / "base", tmp_path / "one")
-    with joined(project, tmp_path / "logs", "learner.processes=2") as (learner, _):
+    with joined(project, tmp_path / "logs", "learner.processes=2") as (learner, node):
         path = two_steps(learner, project / "base", tmp_path / "nodes")
-    assert distance(reference / ADAPTER, path / ADAPTER) < 1e-6
-    assert distance(reference / MOMENTS, path / MOMENTS) < 1e-5
+        assert distance(reference / ADAPTER, path / ADAPTER) < 1e-6
+        assert distance(reference / MOMENTS, path / MOMENTS) < 1e-5
+        below = descendants(node.child.pid)
+        node.child.kill()
+        with pytest.raises(LearnerError, match=r"^learner node 1 \(127.0.0.1\) of 2 is gone; nothing is"):
+            while True:
+                learner.check()
+                time.sleep(0.1)
+        wait_until(lambda: not any(is_alive(pid) for pid in below))
 
 
 # --- who may join -----------------------------------------------------------------------------------------------------
@@ -231,37 +256,6 @@ def test_nodes_that_are_not_alike_are_refused_by_name_and_the_wait_goes_on(
 
 
 # --- death ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_killed_process_of_a_node_is_named_on_both_machines(project: Path, tmp_path: Path) -> None:
-    """It is stopped first, so that it dies in the middle of a step that the first node waits in."""
-    with joined(project, tmp_path / "logs") as (learner, node):
-        learner.score([1, 2, 3])
-        victim = node.worker_pid(1)
-        os.kill(victim, signal.SIGSTOP)
-        threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
-        died = r"learner process 1 of 2 died \(killed by SIGKILL\)"
-        with pytest.raises(LearnerError, match=rf"^node 1 \(127.0.0.1\): {died}; nothing is lost.*same commands"):
-            learner.step(played(project / "base"))
-        with pytest.raises(LearnerError, match=died):
-            learner.check()
-        learner.close()
-        code, said = node.end()
-        assert code == 1 and re.search(died, said) and "Traceback" not in said, said
-
-
-@pytest.mark.slow
-def test_a_node_that_is_gone_is_named(project: Path, tmp_path: Path) -> None:
-    with joined(project, tmp_path / "logs") as (learner, node):
-        learner.score([1, 2, 3])
-        below = descendants(node.child.pid)
-        node.child.kill()
-        with pytest.raises(LearnerError, match=r"^learner node 1 \(127.0.0.1\) of 2 is gone; nothing is"):
-            while True:
-                learner.check()
-                time.sleep(0.1)
-        wait_until(lambda: not any(is_alive(pid) for pid in below))
 
 
 @pytest.mark.slow

@@ -72,11 +72,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    """Two processes that serve all tests which let them live."""
-    workers = Workers(2, logs=tmp_path_factory.mktemp("logs"))
-    yield workers
-    workers.close()
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Workers]]:
+    """The newest pair of processes, if a test has asked for one."""
+    pool: list[Workers] = []
+    yield pool
+    for workers in pool:
+        workers.close()
+
+
+@pytest.fixture
+def workers(pool: list[Workers], tmp_path_factory: pytest.TempPathFactory) -> Workers:
+    """Two processes that serve one test after the other, until one kills them."""
+    if pool and not all(is_alive(pid) for pid in pool[0].pids.values()):
+        pool.pop().close()
+    if not pool:
+        pool.append(Workers(2, logs=tmp_path_factory.mktemp("logs")))
+    return pool[0]
 
 
 def job(base: Path, *, lora: bool = True, loss: LossConfig | AlgorithmConfig | None = None, **knobs: object) -> Job:
@@ -411,19 +422,18 @@ def test_what_cannot_be_divided_is_refused(override: str, key: str) -> None:
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
-def warmed_up(base: Path, tmp_path: Path) -> tuple[Workers, ParallelLearner]:
-    """Two processes that have answered once and live."""
-    workers = Workers(2, logs=tmp_path / "logs")
+def warmed_up(base: Path, workers: Workers) -> ParallelLearner:
+    """A learner whose processes have answered once and live."""
     learner = ParallelLearner(job(base), workers)
     learner.score([1, 2, 3])
     learner.check()
-    return workers, learner
+    return learner
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_others_and_says_so(base: Path, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_others_and_says_so(base: Path, workers: Workers) -> None:
     """Stopped first, so that it dies in the middle of a step that the other waits in. `check` sees it as well."""
-    workers, learner = warmed_up(base, tmp_path)
+    learner = warmed_up(base, workers)
     victim, other = workers.pids[1], workers.pids[0]
     os.kill(victim, signal.SIGSTOP)
     killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
@@ -473,11 +483,11 @@ class Run:
 
 @pytest.mark.slow
 def test_a_process_that_hangs_ends_them_all_and_is_named(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lives, stopped in the middle of a step that the other waits in: that one goes on saying that it runs."""
     monkeypatch.setattr(workers_module, "HUNG_S", 15.0)
-    workers, learner = warmed_up(base, tmp_path)
+    learner = warmed_up(base, workers)
     victim, other = workers.pids[1], workers.pids[0]
     os.kill(victim, signal.SIGSTOP)
     begin = time.monotonic()
