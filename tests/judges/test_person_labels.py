@@ -1,6 +1,7 @@
 """Labels of a person: kept at once, taken up again, and what they say of the judge."""
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from art_cli.judges.files.person_labels import Pair, PersonLabels, Verdict
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.trajectory import Score, ScoredTrajectory
-from art_cli.runtime.errors import DataError, UsageError
+from art_cli.runtime.errors import DataError, RunError, UsageError
 
 GROUPS, SIZE = 12, 4
 
@@ -164,6 +165,27 @@ def test_scores_give_no_rates_and_several_votes_their_own_setting(tmp_path: Path
     single = PersonLabels(write_scored(tmp_path / "single.jsonl"))
     votes = PersonLabels(write_scored(tmp_path / "votes.jsonl", votes=3))
     assert single.report().noise is None and votes.report().noise == "votes"
+
+
+def test_a_link_or_a_pipe_in_the_place_of_the_labels_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    scored, path = write_scored(tmp_path / "scored.jsonl"), tmp_path / "labels.jsonl"
+    target = tmp_path / "target"
+    target.write_text('{"half')
+    path.symlink_to(target)
+    with pytest.raises(RunError, match="not a regular file"):
+        PersonLabels(scored)
+    path.unlink()
+    labels = PersonLabels(scored)
+    pair = labels.next()
+    assert pair is not None
+    path.symlink_to(target)
+    with pytest.raises(RunError, match="not a regular file"):
+        labels.answer(pair, "left")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunError, match="not a regular file"):
+        labels.answer(pair, "left")
+    assert target.read_text() == '{"half'
 
 
 @pytest.mark.parametrize(
