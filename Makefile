@@ -19,8 +19,8 @@ QUANTIZE := .venv/quantize
 APP := art_cli/view/app_src
 
 .PHONY: setup setup-demo setup-vllm setup-unsloth setup-agents setup-verifiers setup-readers setup-s3 setup-tinker setup-gpu \
-	setup-uv demo demo-tiny test test-quantize test-rest test-whole test-all test-vllm test-unsloth test-agents \
-	test-verifiers test-readers test-s3 test-machines test-gpu lint bench bench-gpu bench-gpu-small view clean
+	setup-uv demo demo-tiny test test-quantize test-rest test-all test-vllm test-unsloth test-agents test-verifiers test-readers test-s3 \
+	test-machines test-gpu lint bench bench-gpu bench-gpu-small view clean
 
 setup: $(DEV)
 
@@ -86,10 +86,7 @@ test-quantize: $(DEV)  ## the tests of a base in 4 bits
 	PYTHONPATH=$(QUANTIZE) $(BIN)/pytest -m quantize tests/models tests/learners/test_unsloth.py \
 		tests/learners/test_fake_device.py
 
-test-whole: $(DEV)  ## those of test and of test-rest in one go, which share the starts of pytest and their fixtures
-	$(PYTEST) -m 'not quantize'
-
-test-all: lint test-whole test-quantize
+test-all: test test-quantize test-rest
 
 # vLLM's own Python with CPU kernels, a test tool in an environment of its own. The torch packages that go again are
 # CUDA builds: beside a CPU torch they install and then break `import transformers`. Where the package index lacks torch's
