@@ -70,7 +70,7 @@ Checkpoint = Annotated[
     Option("--checkpoint", metavar="DIR", parser=policy, help="Checkpoint, RUN/step_4, run (its best), or base."),
 ]
 NewCheckpoint = Annotated[Path, Option("-o", "--output", metavar="DIR", help="The new checkpoint.", show_default=False)]
-Best = Annotated[bool, Option("--best", help="Use a run's best evaluated checkpoint; fail if it has none.")]
+Best = Annotated[bool, Option("--best", help="Use a run's best evaluated checkpoint; fail if none was evaluated.")]
 Last = Annotated[bool, Option("--last", help="Use a run's newest checkpoint, not its best evaluated one.")]
 Base = Annotated[str | None, Option("--base", metavar="MODEL", help="The base model's new location.")]
 ApiKey = Annotated[

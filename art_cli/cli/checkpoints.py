@@ -66,7 +66,7 @@ def run(
         place = made.run.root
         given = f"name={place.name}"
         given += "" if place.name == fork else f" runs={shlex.quote(str(place.parent))}"
-        text = f"{place}: forked from step {made.step}; go on with: art train CONFIG {given}"
+        text = f"{place}: forked from step {made.step}; continue with: art train CONFIG {given}"
         print_result({"checkpoint": str(made.path), "step": made.step}, text, as_json)
     elif is_pruning:
         removed = run_checkpoints.prune(RunDir(run), keep=keep)

@@ -66,7 +66,7 @@ def run(
     if bundle is not None:
         _write_bundle(bundle, findings, run_directory)
     if broken := [finding.name for finding in findings if not finding.is_good]:
-        raise ArtError(f"does not work: {', '.join(broken)}; each line above says what to do")
+        raise ArtError(f"does not work: {', '.join(broken)}; each line above names the cure")
 
 
 def examine() -> Iterator[Finding]:

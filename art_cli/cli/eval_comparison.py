@@ -70,7 +70,7 @@ class Player(NamedTuple):
         return own_model(self.loaded.config.engine, self.loaded.directory)
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """One metric of one policy."""
 
     policy: str
@@ -301,7 +301,7 @@ def digests(played: Mapping[str, Sequence[Trajectory]]) -> dict[str, str]:
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
-def compare(results: dict[str, Values]) -> list[Row]:
+def compare(results: dict[str, Values]) -> list[MetricRow]:
     """Returns a row per policy and metric: reward, failed, other metrics by name, costs."""
     first = next(iter(results.values()))
     rows = []
@@ -310,7 +310,7 @@ def compare(results: dict[str, Values]) -> list[Row]:
             by_scenario = metrics[metric]
             is_first = metrics is first
             difference = None if is_first else evaluate.paired_difference(by_scenario, first.get(metric, {}))
-            rows.append(Row(name, metric, evaluate.estimate(list(by_scenario.values())), difference))
+            rows.append(MetricRow(name, metric, evaluate.estimate(list(by_scenario.values())), difference))
     return rows
 
 
@@ -321,7 +321,11 @@ def _place(metric: str) -> tuple[int, str]:
 
 
 def as_object(
-    rows: Sequence[Row], verdicts: Sequence[evaluate.Verdict], *, digests: Mapping[str, str], faults: Mapping[str, str]
+    rows: Sequence[MetricRow],
+    verdicts: Sequence[evaluate.GateVerdict],
+    *,
+    digests: Mapping[str, str],
+    faults: Mapping[str, str],
 ) -> dict[str, Any]:
     """Returns the output of `art eval --json`."""
     gates = [
@@ -336,7 +340,7 @@ def as_object(
     }
 
 
-def as_text(rows: Sequence[Row], *, gates: Sequence[evaluate.Gate] = ()) -> str:
+def as_text(rows: Sequence[MetricRow], *, gates: Sequence[evaluate.Gate] = ()) -> str:
     """Returns a line per policy and metric. For many policies, starts with a summary, best policy first.
 
     Hides counts, except for gates and with --verbose.
@@ -351,8 +355,8 @@ def hidden(gates: Sequence[evaluate.Gate]) -> Collection[str]:
     return set() if is_verbose() else DETAILS - {evaluate.split_end(gate.metric, ())[0] for gate in gates}
 
 
-def _as_summary(rows: Sequence[Row]) -> str:
-    by_policy: dict[str, dict[str, Row]] = {}
+def _as_summary(rows: Sequence[MetricRow]) -> str:
+    by_policy: dict[str, dict[str, MetricRow]] = {}
     for row in rows:
         by_policy.setdefault(row.policy, {})[row.metric] = row
     columns = [*FIRST, *(metric for metric in evaluate.SPENT if any(metric in named for named in by_policy.values()))]
@@ -363,11 +367,11 @@ def _as_summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mean(rows: dict[str, Row], metric: str) -> float:
+def _mean(rows: dict[str, MetricRow], metric: str) -> float:
     return rows[metric].value.mean if metric in rows else float("-inf")
 
 
-def _as_table(rows: Sequence[Row]) -> str:
+def _as_table(rows: Sequence[MetricRow]) -> str:
     head = f"{'policy':{NAME_WIDTH}s} {'metric':16s} {'mean':>8s}  {'95 % interval':17s} {'n':>5s}"
     lines = [f"{head}  difference to the first"]
     for row in rows:

@@ -57,7 +57,7 @@ def _as_lines(output: Path, done: "Imported") -> list[str]:
     if done.unread.counts:
         lines.append(f"{done.unread.counts.total()} of {done.num_records} records were not read: {done.unread}")
     if done.num_below:
-        lines.append(f"{done.num_below} attempts below the lowest reward were left out")
+        lines.append(f"{done.num_below} attempts below the lowest reward were skipped")
     if done.num_failed:
         lines.append(f"{done.num_failed} attempts have an error; they are counted and not trained on")
     if tokens == attempts:

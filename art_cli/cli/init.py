@@ -118,7 +118,7 @@ def _as_own(text: str, recipe: str, directory: Path) -> str:
 
 def _refuse_content(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory}: not empty; name a new directory, nothing is written over")
+        raise UsageError(f"{directory}: not empty; name a new directory, existing files are never overwritten")
 
 
 def write_config(environment: str, directory: Path) -> None:

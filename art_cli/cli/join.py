@@ -38,7 +38,7 @@ def run(
     loaded = load_config(config, overrides or [])
     learner = loaded.config.learner
     if learner.nodes == 1:
-        raise UsageError(f"{config}: learner.nodes is 1, so that nothing can be joined; set it and learner.rendezvous")
+        raise UsageError(f"{config}: learner.nodes is 1, so no node can join; set it and learner.rendezvous")
     with scratch("node") as directory:
         base = find_base(loaded.config.model.base, directory=loaded.directory, built=directory / "base")
         decided = decide_by_base(loaded, base).config  # same choices as the run; dtype and rate come from the run

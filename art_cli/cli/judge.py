@@ -87,7 +87,7 @@ def run(
     before = msgspec.to_builtins(summary) if as_json else as_text(summary)
     has_groups = bool(summary.groups + summary.groups_before)
     if gates and not has_groups and not summary.owed:
-        raise DataError("no group in it, so that no gate can be checked", trajectories)
+        raise DataError("no group in it, so no gate can be checked", trajectories)
     if wants_report and has_groups:
         is_whole = not summary.owed
         report(output, gold=gold, gates=gates or [], html=html, as_json=as_json, before=before, is_whole=is_whole)

@@ -112,7 +112,7 @@ def judge_file(
 ) -> Summary:
     """Judges the file. Raises UsageError for a missing API key, and Interrupted after saving complete groups."""
     require_keys(loaded.config, loaded.directory)
-    interrupts = Interrupts(f"interrupted; what is scored is in {output}; the same command goes on with the rest")
+    interrupts = Interrupts(f"interrupted; what is scored is in {output}; the same command continues with the rest")
 
     async def judge() -> Summary:
         made = make_judge(loaded.config, loaded.directory, job=str(output.resolve()))
@@ -151,7 +151,7 @@ def as_text(summary: Summary) -> str:
     if summary.asked_again:
         lines.append(f"  {summary.asked_again} groups were asked again, because their votes did not tell them apart")
     if summary.skipped:
-        lines.append(f"  {summary.skipped} groups skipped: a single attempt has no other to be compared with")
+        lines.append(f"  {summary.skipped} groups skipped: a single attempt cannot be compared")
     owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
     for group_id, reason in owed[:SHOWN]:
         lines.append(f"  owed: {printable(group_id)}: {printable(reason, limit=1000)}")
@@ -178,7 +178,7 @@ def refuse_owed(summary: Summary) -> None:
         return
     why = summary.stopped or next(iter(summary.owed_because.values()), None)
     because = f" ({printable(why, limit=1000)})" if why else ""
-    raise JudgeError(f"{'; '.join(reasons)}{because}; the same command goes on with them")
+    raise JudgeError(f"{'; '.join(reasons)}{because}; the same command judges them again")
 
 
 def _estimate_group(judge: Judge, source: TrajectoryFile, group: Group) -> CostEstimate | None:
@@ -206,7 +206,7 @@ def dry_run(
     threads.run(judge.close())
     noise = judge.noise
     again = f"; up to {noise.ask_again + 1} times that with judge.noise.ask_again" if noise and noise.ask_again else ""
-    price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} and what the model thinks besides"
+    price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} plus the model's thoughts"
     text = (
         f"{len(owed)} groups to judge: {total.calls} calls ({total.cached} votes are in the cache), "
         f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}{again}"

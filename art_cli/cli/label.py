@@ -60,7 +60,7 @@ def run(
         try:
             _ask_all(labels)
         except (KeyboardInterrupt, EOFError):
-            raise Interrupted(f"interrupted; answers are in {labels.labels_path}; the same command goes on") from None
+            raise Interrupted(f"interrupted; answers are in {labels.labels_path}; the same command continues") from None
     report = labels.report()
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if as_json else "\n".join(report.lines()) + "\n")
 

@@ -68,7 +68,7 @@ def run(
         links = chain.read_chain(files)
         flaws = list(chain.find_flaws(files, links)) if links else []
         if links and files.base.is_dir() and base_digest(str(files.base)) != links[0].origin.base:
-            flaws.append(chain.Flaw("base", "is another base model than that of the first link"))
+            flaws.append(chain.Flaw("base", "is not the base model of the first link"))
         policy, kind = next((link.policy for link in reversed(links) if link.files), ""), "chain"
         digest = links[-1].digest if links else ""
     if not links:
@@ -84,7 +84,7 @@ def run(
     whole = f"{place}: {len(links)} links, from base {facts['base'][:12]} to step {facts['step']}, {policy}"
     _say(f"{whole}\n  the digest of the whole {kind}: {digest}", as_json)
     for repeated in again:
-        _say(f"  step {repeated} was made again, after a loss of which there is no proof", as_json)
+        _say(f"  step {repeated} was made again after a loss, and the loss is not proven", as_json)
     for flaw in flaws[:MAX_FLAWS]:
         _say(f"  {flaw.place}: {flaw.what}", as_json)
     problem = f"its chain does not prove {', '.join(flaw.place for flaw in flaws[:3])}" if flaws else ""

@@ -201,7 +201,7 @@ def _problem(task: Any, known: set[str]) -> str:
     if any(
         unicodedata.category(letter) in ("Cc", "Cs", "Co", "Cn") and letter not in "\n\t" for letter in task["task"]
     ):
-        return "it has characters that are no text"
+        return "it has invalid characters"
     tools = task.get("tools")
     if not isinstance(tools, list) or not tools or not all(isinstance(name, str) and name in known for name in tools):
         return f'"tools" are not names of the tools: {", ".join(sorted(known)[:20])}'
@@ -292,7 +292,7 @@ def write(
     for each in before:
         tasks.keep(each)
     written = Written(output, f"mcp/{place}", num, len(before), tasks, Usage())
-    interrupts = Interrupts(f"interrupted; what is written is in {output}; the same command with --append goes on")
+    interrupts = Interrupts(f"interrupted; what is written is in {output}; the same command with --append continues")
 
     async def ask() -> None:
         judge = RulerJudge(chosen.model_copy(update={"cache": None}), model_directory)
@@ -424,7 +424,7 @@ def as_text(written: Written) -> str:
         lines[0] += f" of {written.num_wanted}, because {printable(written.problem, limit=500)}"
     lines.append("  difficulty " + ", ".join(f"{each}: {by_difficulty[each]}" for each in sorted(by_difficulty)))
     lines.append("  " + ", ".join(f"{printable(name)} {count}" for name, count in by_tool.most_common(20)))
-    left = f"{written.tasks.num_same} near-duplicates and {written.tasks.num_unusable} unusable ones left out"
+    left = f"{written.tasks.num_same} near-duplicates and {written.tasks.num_unusable} unusable tasks skipped"
     lines.append(f"  {usage.calls} calls, {usage.tokens:,} tokens, {dollars(usage.cost_usd)}; {left}")
     lines.append(f"to train on them: rollout.environment: {written.environment!r}, judge: ruler, and rollout.scenarios")
     return "\n".join(lines) + "\n"

@@ -138,7 +138,7 @@ async def _make(warm_up: "WarmUp") -> dict[str, float]:
     from art_cli.loop.interrupts import Interrupts
     from art_cli.loop.warm_up import make_warm_up
 
-    interrupts = Interrupts(f"interrupted; what is done is in {warm_up.run.root}; the same command goes on from there")
+    interrupts = Interrupts(f"interrupted; finished work is in {warm_up.run.root}; the same command continues there")
     with interrupts.handled():
         return await make_warm_up(warm_up, interrupts)
 

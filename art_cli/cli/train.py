@@ -67,5 +67,5 @@ def _as_text(result: "TrainResult") -> str:
 
     line = f"{result.root}: finished, {result.step} steps"
     if result.was_finished:
-        line += "; nothing left to do (more train.steps go on from here, --fresh starts anew beside it)"
+        line += "; nothing left to do (more train.steps continue from here, --fresh starts a new run)"
     return f"{line}\n{closing_text(result.closing)}"

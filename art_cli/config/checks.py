@@ -21,7 +21,7 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "eval", ONE_OF_BOTH
     if isinstance(config.learner, schema.PromptLearnerConfig) and reflecting_model(config, config.learner) is None:
         judges = " and ".join(dict.fromkeys(repr(part.judge.name) for part in config.by_source.values()))
-        yield "learner.model", f"judge {judges} is no model that could reflect; name one that does"
+        yield "learner.model", f"judge {judges} cannot reflect, because it is not a language model; name one"
     for number, rule in enumerate(config.stop):
         yield from _stop_conflicts(config, f"stop.{number}", rule)
     yield from _of_each_source(config, _conflicts)
@@ -51,7 +51,7 @@ def _source_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.eval is not None and config.eval.scenarios is not None:
         yield "eval.scenarios", "with rollout.sources each source has its own: rollout.sources.NAME.eval_scenarios"
     if "judge" in config.model_fields_set and all(source.judge is not None for source in sources.values()):
-        yield "judge", "every source of rollout.sources has a judge of its own; leave this one out"
+        yield "judge", "every source of rollout.sources has its own judge; remove this one"
     for name, source in sources.items():
         key, is_set = f"rollout.sources.{name}.eval_scenarios", source.eval_scenarios is not None
         if is_set and config.eval is None:
@@ -85,7 +85,7 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _remote_conflicts(config, section)
     if isinstance(config.learner, schema.PromptLearnerConfig):
         for key in keys_of_weights(config):
-            yield key, "learner 'prompt' changes no weight and has no use for it; leave it out"
+            yield key, "learner 'prompt' changes no weights and does not use it; remove it"
     if isinstance(config.learns_by, schema.PpoConfig):
         yield from _critic_conflicts(config, config.learns_by)
     if isinstance(config.learns_by, schema.DapoConfig) and config.learns_by.overlong == "penalty":
@@ -127,14 +127,14 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields unused settings in `rollout`."""
     rollout = config.rollout
     if rollout.command is not None and rollout.cluster is None and "processes" in rollout.model_fields_set:
-        yield "rollout.processes", "each attempt of rollout.command is a process of its own; leave it out"
+        yield "rollout.processes", "each attempt of rollout.command is already a process; remove it"
     if rollout.env and rollout.command is None:
         yield "rollout.env", "only the program of rollout.command takes it; a function has art's own environment"
     if rollout.python is not None and rollout.command is not None:
         yield "rollout.python", "rollout.command begins with its own program; leave it out"
     if rollout.environment is not None and rollout.scenarios is not None:
         for knob in {"size", "seed"} & rollout.environment.model_fields_set:
-            yield f"rollout.environment.{knob}", "the scenarios are those of rollout.scenarios; leave one of them out"
+            yield f"rollout.environment.{knob}", "the scenarios are the ones in rollout.scenarios; remove one key"
     if rollout.python is not None and rollout.processes == 0 and rollout.cluster is None:
         yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
     if rollout.choose == "adaptive" and "shuffle" in rollout.model_fields_set:
@@ -176,7 +176,7 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "judge", "'none' gives no rewards, which this loss learns from; leave it out, or set loss=distill"
     if (noise := None if isinstance(config.judge, schema.NoJudgeConfig) else config.judge.noise) is not None:
         if not config.learns_by.compares_rewards_alone:
-            why = "weighs comparisons within a group, and this loss learns from something else besides: set it to null"
+            why = "weighs comparisons within a group, and this loss also learns from something else: set it to null"
             yield "judge.noise", why
         if noise.is_from_votes and not has_votes(config.judge):
             cure = "ask for several votes (judge=ruler, judge.votes=4), or set false_positive and false_negative"
@@ -263,7 +263,7 @@ def _process_conflicts(config: RunConfig, learner: schema.BaseLearnerConfig) -> 
     if learner.offload_optimizer:
         yield "learner.offload_optimizer", "with several processes the optimizer is divided between the GPUs already"
     if learner.device not in ("auto", "cpu") and learner.device.partition(":")[0] != "cuda":
-        yield "learner.device", "with several processes each takes a GPU of its own: auto, cuda, cuda:N or cpu"
+        yield "learner.device", "with several processes each takes its own GPU: auto, cuda, cuda:N or cpu"
 
 
 def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
@@ -289,7 +289,7 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
     }
     for knob, (is_set, why) in unsayable.items():
         if is_set:
-            yield f"{section}.{knob}", f"cannot be said to a server of the Tinker protocol: it {why}"
+            yield f"{section}.{knob}", f"cannot be expressed in the Tinker protocol: it {why}"
     if train.max_kl is not None:
         yield "train.max_kl", "draws weights back, and these are the server's; null, with train.epochs_per_step lower"
 
@@ -341,7 +341,7 @@ def untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _untrainable(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.engine.can_train and config.learner.trains_weights:
         cure = "choose another, or learner=prompt, which searches for a better prompt"
-        yield "engine", f"{config.engine.name!r} samples from a model of its own and cannot be trained; {cure}"
+        yield "engine", f"{config.engine.name!r} samples from its own model and cannot be trained; {cure}"
     is_on_server = isinstance(config.learner, schema.TinkerLearnerConfig)
     if isinstance(config.engine, schema.TinkerEngineConfig) and not is_on_server:
         yield "engine", "'tinker' samples from weights on a server, where learner=tinker trains them; set both"

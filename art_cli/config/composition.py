@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from art_cli.config.config_file import read_document, read_text
-from art_cli.config.defaults_list import DefaultsError, DefaultsList, Options, Part
+from art_cli.config.defaults_list import DefaultsError, DefaultsList, DefaultsPart, Options
 from art_cli.config.key_locations import COMMAND_LINE, Places, join
 from art_cli.config.overrides import Schema, groups, parse, refuse_sweeps, section_at
 from art_cli.config.packaged import packaged
@@ -93,7 +93,7 @@ class Composition:
                 self.places.add_file(part.file, read_text(part.file), package=part.package)
         return config
 
-    def _used(self, part: Part) -> DictConfig:
+    def _used(self, part: DefaultsPart) -> DictConfig:
         """Drops a packaged part's unknown sections; `art backend`, for example, ignores `train`."""
         used = [key for key in part.body if key in self.schema.model_fields]
         is_packaged = part.file is not None and part.file.is_relative_to(packaged("configs"))

@@ -48,8 +48,8 @@ class Options:
         return sorted(self.files(group).union(variant_names(self.schema, group)))
 
 
-class Part(NamedTuple):
-    """A mapping to merge. Example: Part("loss", {"loss": {"name": "gspo"}}, "loss", Path("loss/mine.yaml"))."""
+class DefaultsPart(NamedTuple):
+    """A mapping to merge. Example: DefaultsPart("loss", {"loss": {"name": "gspo"}}, "loss", Path("loss/mine.yaml"))."""
 
     group: str  # the file's folder, or the variant's group; "" is the user's directory
     body: DictConfig  # already below the package
@@ -75,7 +75,7 @@ class DefaultsList:
         self._overrides: set[str] = set()  # groups in `override` items
         self._seen: set[str] = set()  # groups in the expanded lists
 
-    def expand(self, body: DictConfig, file: Path | None) -> list[Part]:
+    def expand(self, body: DictConfig, file: Path | None) -> list[DefaultsPart]:
         """Returns the parts in merge order. Chosen groups that are neither listed nor sections come last.
 
         Raises DefaultsError, and ConfigError for a file that cannot be read.
@@ -94,7 +94,7 @@ class DefaultsList:
 
     def _expand(
         self, body: DictConfig, file: Path | None, folder: str, package: str, trail: tuple[Path, ...]
-    ) -> list[Part]:
+    ) -> list[DefaultsPart]:
         if file is not None and file in trail:
             raise DefaultsError("the list leads back to itself: a file is named by one that it names")
         trail = (*trail, file) if file is not None else trail
@@ -103,17 +103,17 @@ class DefaultsList:
         overrides = {_key(item, folder): item.options or [] for item in items if item.is_override}
         self._overrides |= overrides.keys()
         self._chosen = overrides | self._chosen
-        parts: list[Part] = []
+        parts: list[DefaultsPart] = []
         for item in reversed(items):  # the last `override` wins
             if item.group == SELF:
-                parts.insert(0, Part(folder, _below(package, body), package, file))
+                parts.insert(0, DefaultsPart(folder, _below(package, body), package, file))
             elif not item.is_override:
                 parts[:0] = self._of(item, folder, package, trail, listed)
         return parts
 
     def _of(
         self, item: _Item, folder: str, above: str, trail: tuple[Path, ...], listed: Mapping[str, str]
-    ) -> list[Part]:
+    ) -> list[DefaultsPart]:
         """Expands one item; `folder` and `above` are the listing file's folder and package."""
         key = _key(item, folder)
         group = key.partition("@")[0]
@@ -126,7 +126,7 @@ class DefaultsList:
         if key in self._seen:
             raise DefaultsError(f"{key} is in the list twice")
         self._seen.add(key)
-        parts: list[Part] = []
+        parts: list[DefaultsPart] = []
         choices = {**listed, **{name: chosen[0] for name, chosen in self._chosen.items() if chosen}}
         for written in self._chosen.get(key, item.options):
             option = str(OmegaConf.create({**choices, SELF: written})[SELF]) if "${" in written else written
@@ -144,7 +144,7 @@ class DefaultsList:
 
     def _file(
         self, file: Path | None, body: DictConfig, item: _Item, above: str, trail: tuple[Path, ...], *, folder: str
-    ) -> list[Part]:
+    ) -> list[DefaultsPart]:
         """Expands a file or variant."""
         relative = item.group.lstrip("/")
         place = relative.rpartition("/")[0] if item.options is None else relative

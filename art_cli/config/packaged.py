@@ -13,7 +13,7 @@ def packaged(name: str) -> Path:
     if inside.is_dir():
         return inside
     is_checkout = (_PACKAGE.parent / "pyproject.toml").is_file()
-    assert is_checkout and beside.is_dir(), f"{name}/ is neither in {_PACKAGE} nor beside it: a broken installation"
+    assert is_checkout and beside.is_dir(), f"{name}/ is missing in {_PACKAGE} and next to it: a broken installation"
     return beside
 
 

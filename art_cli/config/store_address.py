@@ -28,7 +28,7 @@ def problem_of(text: str) -> str:
     if _PASSWORD.match(match["rest"]):
         return "an address must not hold a key; the store's client finds it in the environment"
     if "?" in text or "#" in text or "::" in text:
-        return "an address of an object store has no '?', '#' or '::'"
+        return "an object store address cannot contain '?', '#' or '::'"
     if any(part in ("", ".", "..") for part in match["rest"].strip("/").split("/")):
         return "an address must not have empty parts, '.' or '..'"
     return ""

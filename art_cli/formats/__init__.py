@@ -47,5 +47,5 @@ def write_traces(trajectories: Sequence[Trajectory], output: Path, form: str) ->
     if not records:
         raise DataError(f"none of {len(trajectories)} attempts can be written as {form}: {problems[0]}", output)
     if problems:
-        log.warning("%s: %d of %d attempts left out: %s", output, len(problems), len(trajectories), problems[0])
+        log.warning("%s: %d of %d attempts skipped: %s", output, len(problems), len(trajectories), problems[0])
     write_lines(output, records)

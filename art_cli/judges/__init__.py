@@ -146,7 +146,7 @@ def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judg
     judge: Judge = judge_class(config, directory)(config, directory, job=job)
     judge.noise = None if config.name == "none" else config.noise
     if judge.noise is not None and judge.noise.ask_again and not judge.has_rounds:
-        raise UsageError(f"judge.noise.ask_again: judge {config.name!r} has no further votes (Judge.judge_again)")
+        raise UsageError(f"judge.noise.ask_again: judge {config.name!r} has no extra votes (Judge.judge_again)")
     return judge
 
 

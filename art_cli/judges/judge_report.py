@@ -421,7 +421,7 @@ def _bias_words(bias: Measure) -> str:
     """Example: "+0.200 [+0.195, +0.205]: the first place gets more than the last"."""
     number = signed(bias)
     if bias.low <= 0 <= bias.high:
-        return f"{number}: none that stands out from chance"
+        return f"{number}: none beyond chance"
     if not bias.stands_out:
         return f"{number}: {bias.num} groups are too few to tell it from chance"
     favoured, other = ("first", "last") if bias.value > 0 else ("last", "first")

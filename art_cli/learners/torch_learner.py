@@ -248,7 +248,7 @@ class TorchLearner(Learner):
             self._free_cache()
 
     def load(self, directory: Path) -> None:
-        """Restores a checkpoint directory. If it contains only weights, the optimizer starts anew.
+        """Restores a checkpoint directory. If it contains only weights, the optimizer starts from zero.
 
         Raises CheckpointError if weights are missing or belong to another model.
         """
@@ -259,7 +259,7 @@ class TorchLearner(Learner):
                 _set_rng_state(load_file(directory / RNG_FILE))
             else:
                 self.optimizer.reset()
-                log.info("%s: weights without optimizer state; the optimizer starts anew", directory)
+                log.info("%s: weights without optimizer state; the optimizer starts from zero", directory)
             self.algorithm.load(directory)
             if self.critic is not None:
                 self.critic.load(directory)

@@ -329,7 +329,7 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
         reason = scorer.progress.stopped or next(iter(scorer.progress.owed.values()))
         raise RunError(
             f"step {step + 1}: {len(scorer.progress.owed)} groups could not be judged ({reason}); "
-            "nothing is lost: mend the judge and run the same command again"
+            "nothing is lost: repair the judge and run the same command again"
         )
 
 

@@ -237,7 +237,7 @@ def _check(attempts: Sequence[ScoredTrajectory], path: Path) -> None:
         raise DataError("no complete group with recorded calls, so there is nothing to measure", path)
     for each in attempts:
         if len(each.spans) != len(each.turns):
-            raise DataError(f"{each.id} has no times of its calls: an older version played it", path)
+            raise DataError(f"{each.id} has no call times: an older version played it", path)
 
 
 def _tokens(attempt: ScoredTrajectory) -> int:

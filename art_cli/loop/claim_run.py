@@ -119,9 +119,9 @@ def _check_engine(loaded: LoadedConfig) -> None:
     if not loaded.config.learner.trains_weights:
         return
     if not traits.can_train:
-        message = "its class says can_train = False, so its model cannot be trained"
+        message = "its class has can_train = False, so its model cannot be trained"
     elif traits.swaps_adapters and loaded.config.model.lora is None:
-        message = "its class says swaps_adapters = True, so it cannot follow whole weights; set model.lora"
+        message = "its class has swaps_adapters = True, so it cannot load full weights; set model.lora"
     if message:
         raise ConfigError([Problem("engine", loaded.places.of("engine"), message)])
 

@@ -428,36 +428,36 @@ class NameWatch:
                 log.warning("--gate: none of the first %d attempts reports %r; there are %s", self._num, name, there)
 
 
-class Verdict(NamedTuple):
-    """A gate's result. Example: Verdict(Gate("reward", ">=", 0.8), Estimate(0.9, 0.8, 1.0, 24), None)"""
+class GateVerdict(NamedTuple):
+    """A gate's result. Example: GateVerdict(Gate("reward", ">=", 0.8), Estimate(0.9, 0.8, 1.0, 24), None)"""
 
     gate: Gate
     value: Estimate | None  # the policy's value or the difference from the gate's baseline, if known
     error: ArtError | None  # UsageError if the metric is missing from all attempts
 
 
-def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> Verdict:
+def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str) -> GateVerdict:
     """Checks the gate for a policy; `results` is policy -> metric -> scenario id -> value."""
     metric, end = split_end(gate.metric, results[policy])
     policies = (policy, gate.baseline or policy)
     for name in policies:
         if metric not in results[name]:
             there = ", ".join(sorted(results[name]))
-            return Verdict(gate, None, UsageError(f"--gate: no metric {metric!r} of {name}; there are {there}"))
+            return GateVerdict(gate, None, UsageError(f"--gate: no metric {metric!r} of {name}; there are {there}"))
     ours, against = results[policy][metric], gate.baseline
     value = estimate([*ours.values()]) if against is None else paired_difference(ours, results[against][metric])
     if value is None:
         text = f"gate missed: {policy} and {against} share no scenario with {metric}"
-        return Verdict(gate, None, GateError(text))
+        return GateVerdict(gate, None, GateError(text))
     for name in policies if metric == "reward" else ():
         if num := len(results[name]["failed"].keys() - results[name]["reward"].keys()):
             text = f"gate missed: {name}: {num} scenarios have no reward; they may be the hardest ones"
-            return Verdict(gate, value, GateError(text))
+            return GateVerdict(gate, value, GateError(text))
     measured = getattr(value, end)
     if measured is None:
         text = f"gate missed: {policy}: {metric} has no interval, because it has fewer than 3 scenarios"
     elif gate.holds(measured):
-        return Verdict(gate, value, None)
+        return GateVerdict(gate, value, None)
     elif gate.baseline is None:
         text = f"gate missed: {policy}: {gate.metric} is {measured:.4f}, not {gate.operator} {gate.bound:g}"
     else:
@@ -466,4 +466,4 @@ def check_policy(gate: Gate, results: Mapping[str, Mapping[str, Mapping[str, flo
             f"gate missed: {policy}: {metric} differs from {gate.baseline} by {value.mean:+.4f} {value.interval}, "
             f"{which}not {gate.operator} {gate.bound:+g}"
         )
-    return Verdict(gate, value, GateError(text))
+    return GateVerdict(gate, value, GateError(text))

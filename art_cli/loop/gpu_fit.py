@@ -31,10 +31,10 @@ def describe_use(use: GpuUse, size: ModelSize) -> str:
     notes = []
     if use.engine is not None:
         tokens = cache_tokens(use.total, use.engine, use.share)
-        beside = ", beside the learner's step (train.max_staleness)" if use.engine.is_beside else ""
+        beside = ", next to the learner's step (train.max_staleness)" if use.engine.is_beside else ""
         notes.append(f"vLLM gets about {use.share:.2f} of its GPU{beside}, and its cache {tokens:,} tokens")
     if size.experts:
-        notes.append(f"its {size.experts} experts get no adapter, because they are no linear layers")
+        notes.append(f"its {size.experts} experts get no adapter, because they are not linear layers")
     return "".join(f"; {note}" for note in notes)
 
 

@@ -37,7 +37,7 @@ class Interrupts:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 signal.raise_signal(signal.SIGINT)
             elif self._is_updating:
-                log.warning("interrupted: finishing this update first; once more to stop at once (nothing is lost)")
+                log.warning("interrupted: finishing this update first; interrupt again to stop now (nothing is lost)")
             elif not main.cancelling():  # a signal during blocking code arrives twice: asyncio has already cancelled
                 main.cancel()
 

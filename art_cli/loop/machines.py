@@ -84,7 +84,7 @@ def choose_machines(loaded: LoadedConfig, names: Sequence[str]) -> list[Chosen]:
     if not learner.trains_weights or learner.weights == "server":
         raise UsageError("--on: the weights are not on this machine, so its speed cannot be measured")
     if train.max_staleness:
-        raise UsageError("--on: sampling beside training is not simulated; plan with train.max_staleness=0")
+        raise UsageError("--on: sampling during training is not simulated; plan with train.max_staleness=0")
     return [Chosen(name, *find_machine(name)) for name in names]
 
 

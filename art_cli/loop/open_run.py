@@ -104,7 +104,7 @@ async def open_run(claim: Claim, *, resume_hint: str | None = None) -> AsyncIter
         log.info("%s", describe_run(loaded, policy, weights))
         trackers = open_trackers(config, files.root, loaded.directory)
         panel = RunPanel(config.name, num_steps=config.train.steps)
-        hint = resume_hint or f"go on with: {resume_command(loaded, files)}"
+        hint = resume_hint or f"continue with: {resume_command(loaded, files)}"
         interrupts = Interrupts(f"interrupted; what is complete is in {files.root}; {hint}")
         stack.enter_context(_shown(panel))
         stack.enter_context(interrupts.handled())

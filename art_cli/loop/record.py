@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 OLDER_RATE = 1e-5  # learning rate of runs whose record lacks one
 MAX_DRAWING = 256 * 2**10  # maximum size of a drawing, in bytes
 OPEN = ("model.dtype", "train.learning_rate")  # keys that may stay `auto` until the base model is known
-MEND_RECORD = "restore it, or remove it to go on with the configuration as it is now"
+MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
 
 def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
@@ -140,7 +140,7 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
         return ""
     return (
         f"{run.root}: made by another configuration: {'; '.join(refused)}; "
-        "change it back, give the run another name (name=...), or start anew beside it with art train --fresh"
+        "change it back, give the run another name (name=...), or start a new run with art train --fresh"
     )
 
 

@@ -148,7 +148,7 @@ def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
     if is_ours and (problem := not_installed(library)):
         yield Wrong("rollout.environment.name", problem)
     if not library.makes_scenarios and rollout.scenarios is None:
-        yield Wrong("rollout.scenarios", f"{rollout.environment.name} has no scenarios of its own; name a file of them")
+        yield Wrong("rollout.scenarios", f"{rollout.environment.name} brings no scenarios; name a scenario file")
 
 
 def _cluster(cluster: RayClusterConfig) -> Iterator[Wrong]:
@@ -428,7 +428,7 @@ def _url(key: str, url: str) -> Iterator[Wrong]:
     except ValueError:
         is_good = False
     if not is_good or any(letter.isspace() for letter in url):
-        yield Wrong(key, f"{url[:100]!r} is no address; expected one such as http://127.0.0.1:8000/v1")
+        yield Wrong(key, f"{url[:100]!r} is not an address; expected one such as http://127.0.0.1:8000/v1")
 
 
 # --- the base model ---------------------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def _pattern(lora: LoraConfig) -> Iterator[Wrong]:
         try:
             re.compile(lora.targets)
         except (re.error, RecursionError, OverflowError) as error:
-            yield Wrong("model.lora.targets", f"{lora.targets[:60]!r} is no regular expression: {error}")
+            yield Wrong("model.lora.targets", f"{lora.targets[:60]!r} is not a regular expression: {error}")
 
 
 def missing_targets(model: ModelConfig, base: Path) -> Iterator[Wrong]:

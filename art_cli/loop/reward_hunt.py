@@ -174,7 +174,7 @@ def hunt(
     require_keys(loaded.config.judge, loaded.directory)
     loaded, source = choose_policy(loaded, checkpoint, which)
     scenarios = next_scenarios(loaded, source.step, num_scenarios)
-    interrupts = Interrupts("interrupted: the hunt is broken off; with -o FILE the same command goes on from FILE")
+    interrupts = Interrupts("interrupted: the hunt stopped early; with -o FILE the same command continues from FILE")
 
     async def search() -> None:
         with interrupts.handled():

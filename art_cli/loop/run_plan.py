@@ -91,7 +91,7 @@ async def plan(loaded: LoadedConfig, *, repeats: int | None = None, beside: Prom
         if newest is not None and newest[1].step > 0:
             where = f"{claim.files.root}: trained to step {newest[1].step}"
             raise UsageError(f"{where}, and a plan comes before the first; name=OTHER plans a new run")
-        async with open_run(claim, resume_hint="art plan goes on with it") as run:
+        async with open_run(claim, resume_hint="art plan continues it") as run:
             measured, doubts = await _measure(run, repeats, found)
             parts = claim.startup.parts
             started = math.fsum(parts.get(part, 0.0) for part in STARTING)

@@ -90,7 +90,7 @@ async def find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> 
         writer.learner.load(path)
         writer.backfill(manifest)
         add_link(files, manifest, rest=manifest.step)
-        log_policy(path, f"step {manifest.step}, the newest; training goes on from it to {loaded.config.train.steps}")
+        log_policy(path, f"step {manifest.step}, the newest; training continues from it to {loaded.config.train.steps}")
         return manifest.step
     metrics = await _warm_up(writer, loaded, data) if loaded.config.sft is not None else {}
     await writer.save(0, metrics)

@@ -96,7 +96,7 @@ def find_sampler(loaded: LoadedConfig, wanted: Path | None, turns: Sequence[Turn
     if newest is not None and (wanted is None or source.checkpoint != wanted) and run.checkpoint_steps():
         found = _sampler_in(run, newest)
         if found is None and newest.policy:
-            raise UsageError(f"{sampler_of(newest)}, which {run.root} has no longer; name another with --checkpoint")
+            raise UsageError(f"{sampler_of(newest)}, which {run.root} no longer has; name another with --checkpoint")
         if found is not None:
             source = _find_policy(loaded, found)
             source = source._replace(why=f"step {source.step}, which sampled the attempts")
@@ -258,7 +258,7 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
     Raises UsageError for prompts, which have no weights.
     """
     if source.checkpoint is not None and is_prompt(source.checkpoint):
-        raise UsageError(f"{source.checkpoint}: a prompt has no weights to go on from; art train goes on with it")
+        raise UsageError(f"{source.checkpoint}: a prompt has no weights to start from; art train continues it")
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as opened:
         config = as_trained(loaded, source, opened).config
         is_remote = config.learner.weights == "server"

@@ -215,7 +215,7 @@ def _stop(run: Run, firing: Sequence[Firing], step: int) -> None:
     )
     kept, command = run.files.checkpoint_path(step), resume_command(run.loaded, run.files)
     raise Paused(
-        f"paused at step {step} of {run.config.train.steps}: {texts}; checkpoint: {kept}; go on with: {command}"
+        f"paused at step {step} of {run.config.train.steps}: {texts}; checkpoint: {kept}; continue with: {command}"
     )
 
 

@@ -84,9 +84,9 @@ class WarmUp:
             self.metrics = dict(manifest.metrics)
             if self.is_done:
                 self.learner.end_sft()
-                log.info("sft: taken from %s, made before; remove that directory to make it anew", self.run.root)
+                log.info("sft: taken from %s, made before; remove that directory to repeat it", self.run.root)
             else:
-                log.info("sft: goes on from update %d of %d", manifest.step, self.num_updates)
+                log.info("sft: continues from update %d of %d", manifest.step, self.num_updates)
             self.learner.load(path)
             self.num_done = manifest.step
         self._num_at_begin, self._began = self.num_done, time.monotonic()

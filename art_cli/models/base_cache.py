@@ -43,7 +43,7 @@ def _take(entry: Path, directory: Path) -> bool:
         return True
     except (OSError, CheckpointError) as error:
         if entry.exists():
-            log.warning("%s: cannot be used, so that it is removed and made again: %s", entry, error)
+            log.warning("%s: cannot be used; removed and made again: %s", entry, error)
             with contextlib.suppress(OSError):
                 remove(entry)
         for path in directory.iterdir():

@@ -231,7 +231,7 @@ def _split_of(saved: dict[str, Any]) -> str:
     first = saved.get("pre_tokenizer") or {}
     parts = tuple(name for part in first.get("pretokenizers", [first]) if (name := _split_name(part)) is not None)
     if parts not in SPLITS:
-        raise UsageError("--gguf: its tokenizer splits text in a way that llama.cpp has no name for")
+        raise UsageError("--gguf: llama.cpp does not know how its tokenizer splits text")
     return SPLITS[parts]
 
 

@@ -37,7 +37,7 @@ def load_checkpoint(
         refuse_pickles(checkpoint)
         if (checkpoint / "remote.json").is_file():
             raise CheckpointError(
-                f"{checkpoint}: its weights are on a server: engine=tinker learner=tinker go on with it"
+                f"{checkpoint}: its weights are on a server: continue with engine=tinker learner=tinker"
             )
         raise CheckpointError(f"{checkpoint}: no {path.name}; is model.lora what it was when this was trained?")
     with fitting(path):

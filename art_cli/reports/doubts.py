@@ -37,7 +37,7 @@ CURES = {
     "too_easy": "harder scenarios, or rollout.choose=adaptive, which leaves out what is solved",
     "constant": NOTHING_TO_LEARN,
     "noise": "a reward without chance in it; for a language model judge.votes=4 and judge.noise",
-    "length": "a reward that is no count of words; for a language model a rubric that length does not matter",
+    "length": "a reward that does not count words; for a language model, a rubric that ignores length",
     "leak": "the answer taken out of the prompt; where the task is to quote, there is nothing to mend",
     "position": "a judge that shows the attempts in a random order (judge=ruler), with judge.votes=2 or more",
     "twice": "each scenario once; rollout.shuffle plays all of them equally often anyway",
@@ -70,7 +70,7 @@ def _sampling(groups: Groups) -> Found:
     attempts = [each for members in groups for each in members if len(members) > 1 and each.turns]
     cold = sum(all(turn.temperature == 0 for turn in each.turns) for each in attempts)
     if attempts and 2 * cold > len(attempts):
-        text = f"{cold} of {len(attempts)} attempts were sampled at temperature 0, so that those of a group are equal"
+        text = f"{cold} of {len(attempts)} attempts were sampled at temperature 0, so attempts of a group are equal"
         yield "temperature", text
 
 
@@ -190,7 +190,7 @@ def _leak(groups: Groups) -> Found:
     copies, others = ([(value - low) / (top - low) for each, value in known if each == is_copy]
                       for is_copy in (True, False))  # fmt: skip
     if len(copies) >= PAIRS and fmean(copies) >= SOLVED and fmean(others or [0.0]) <= HOPELESS:
-        yield "leak", f"the {len(copies)} replies that stand word for word in their prompt get the reward, no others"
+        yield "leak", f"the {len(copies)} replies copied word for word from their prompt get the reward, no others"
 
 
 def _is_copy(attempt: ScoredTrajectory) -> bool:

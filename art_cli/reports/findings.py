@@ -410,7 +410,7 @@ def _judge_changed(updates: Sequence[UpdateNumbers]) -> Iterator[RunFinding]:
         if seen and (new := names - seen):
             text = f"the judge's replies name {', '.join(sorted(new))} at step {update.number}"
             before = (
-                f"before they named {', '.join(sorted(seen))}, so that rewards before and after differ in their judge"
+                f"before they named {', '.join(sorted(seen))}, so rewards before and after come from different judges"
             )
             yield RunFinding("judge_changed", update.number, update.number, f"{text}; {before}", [], MEASURE_JUDGE)
         seen |= names

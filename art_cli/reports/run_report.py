@@ -375,7 +375,7 @@ def _promised(run: RunDir, history: History) -> list[Promised]:
     try:
         promise = run.promise()
     except DataError as error:
-        log.warning("the plan is left out: %s", error)
+        log.warning("the plan is skipped: %s", error)
         return []
     if promise is None or not updates or updates[-1].number != promise.steps:
         return []

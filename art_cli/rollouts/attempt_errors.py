@@ -126,7 +126,7 @@ class Done:
     def __post_init__(self) -> None:
         numbers = [*self.metrics.values(), *([] if self.reward is None else [self.reward])]
         if not all(isinstance(number, float) and abs(number) <= MAX_NUMBER for number in numbers):
-            raise ValueError("a reward or metric that is no finite number")
+            raise ValueError("a reward or metric that is not a finite number")
         if is_deep(self.metadata):
             raise ValueError("metadata that are nested too deeply")
 

@@ -221,7 +221,7 @@ def _number(name: str, value: Any, entry: str) -> float:
     except OverflowError:  # 10**400
         number = math.inf
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # a tensor of several elements
-        raise AttemptError("reward", f"{name} is {type(value).__name__}, which is no number: {error}") from error
+        raise AttemptError("reward", f"{name} is {type(value).__name__}, not a number: {error}") from error
     if not math.isfinite(number):
         raise AttemptError("reward", f"{name} is {number}, not a finite number")
     if abs(number) > MAX_NUMBER:

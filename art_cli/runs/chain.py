@@ -42,7 +42,7 @@ from art_cli.runs.trajectory import SCHEMA_VERSION
 from art_cli.runtime.errors import CheckpointError, DataError, one_line
 
 NAME, CERTIFICATE = "chain.jsonl", "certificate.json"
-GO_ON = "art train writes the link when it goes on with the run"
+GO_ON = "art train writes the link when it continues the run"
 METRICS = "metrics.jsonl"  # grows while the run trains
 CONFIG = "config.json"
 LABELS = "labels.jsonl"  # written by a person, who may continue labeling at any time
@@ -137,7 +137,7 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
     for number, _, line in json_lines.lines(run.root / NAME, within=run.root):
         link = next(known, None)
         if link is None and json_lines.is_torn(line):
-            yield Flaw(f"{NAME}:{number}", f"is torn, so that nothing proves what it named; {GO_ON}")
+            yield Flaw(f"{NAME}:{number}", f"is torn, so nothing proves what it named; {GO_ON}")
         # unknown fields also count as a change
         elif link is not None and line.rstrip(b"\n") != msgspec.json.encode(link):
             yield Flaw(f"{NAME}:{number}", "is not written as it was")
@@ -167,7 +167,7 @@ def find_flaws(run: RunDir, links: list[Link]) -> Iterator[Flaw]:
             of_step |= made_by(read_chain(run))
         if step not in of_step:
             if manifest.origin is not None:  # imported checkpoints have no origin
-                yield Flaw(place, f"has no link, so that nothing proves it; {GO_ON}")
+                yield Flaw(place, f"has no link, so nothing proves it; {GO_ON}")
         elif manifest.files != of_step[step].files:
             names = dict(manifest.files.items() ^ of_step[step].files.items())
             yield Flaw(f"{place}/{min(names)}", "is not the one that the step made")

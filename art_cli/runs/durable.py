@@ -55,7 +55,7 @@ def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) ->
     decoder = msgspec.json.Decoder(kind)
     for number, _, line in json_lines.lines(path, within=within):
         if json_lines.is_torn(line):
-            _warn_once("%s:%d: the last line is torn; left out", path, number)
+            _warn_once("%s:%d: the last line is incomplete; skipped", path, number)
             return
         try:
             record = json_lines.decode(line, decoder)
@@ -194,7 +194,7 @@ def _mend_tail(handle: int, path: Path) -> None:
     try:
         json_lines.decode(tail, msgspec.json.Decoder(_Version))
     except ValueError as error:
-        raise DataError(f"its last line is no record ({error}); name another file", path) from error
+        raise DataError(f"its last line is not a record ({error}); name another file", path) from error
     os.write(handle, b"\n")
 
 

@@ -102,7 +102,7 @@ def find_fault(failures: Failures, *, is_called: bool, num_without_signal: int =
         return Fault("no_calls", f"no attempt called the model{also}", CALL_THE_MODEL)
     if num_without_signal:
         groups = "the one group" if num_without_signal == 1 else f"each of {num_without_signal} groups"
-        text = f"no signal: rewards within {groups} are equal, so that nothing can be learned{also}"
+        text = f"no signal: rewards within {groups} are equal, so nothing can be learned{also}"
         cure = f"first mend what failed ({MEND_AGENT}), then {FIND_SIGNAL}" if failures.num else FIND_SIGNAL
         return Fault("nothing_learned", text, cure)
     return None
@@ -174,9 +174,9 @@ def _evaluated(run: RunDir, line: MetricsLine) -> Evaluated:
             rewards, seconds = sound(found.values.get("reward", {})), found.seconds
             if lost := run.num_lost(line.step, found):
                 path, all_ = run.eval_path(line.step), found.attempts
-                log.warning("%s has %d of %d attempts; the numbers are those of all", path, all_ - lost, all_)
+                log.warning("%s has %d of %d attempts; the numbers count all attempts", path, all_ - lost, all_)
     except DataError as error:
-        log.warning("%s; its interval is left out", error)
+        log.warning("%s; its interval is skipped", error)
     seconds = seconds if seconds is not None and 0 <= seconds < MAX_NUMBER else None
     return Evaluated(line.step, sound(line.metrics), rewards, _time(line), seconds)
 

@@ -178,7 +178,7 @@ def verify_checkpoint(directory: Path) -> Manifest:
         raise CheckpointError(f"{directory}: {MANIFEST} does not match its own hash")
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named[1]) != manifest.step:
-        raise CheckpointError(f"{directory}: {MANIFEST} is that of step {manifest.step}")
+        raise CheckpointError(f"{directory}: {MANIFEST} belongs to step {manifest.step}")
     _verify_files(directory, manifest)
     return manifest
 

@@ -135,7 +135,7 @@ class Promise(msgspec.Struct, frozen=True, kw_only=True):
             or self.steps < 1
             or not all(0 <= number < MOST for number in numbers)
         ):
-            raise ValueError("its numbers are not those of a plan")
+            raise ValueError("its numbers are not a plan's")
 
 
 def forecast(

@@ -39,7 +39,7 @@ class SystemPrompt(msgspec.Struct, frozen=True, kw_only=True):
         if not self.text:
             return request
         if request.messages is None:
-            raise invalid("the policy is a system message, which a plain completion has no place for; send messages")
+            raise invalid("the policy is a system message, and a plain completion cannot carry it; send messages")
         first, rest = request.messages[:1], request.messages[1:]
         if not first or first[0].get("role") not in SYSTEM:
             return msgspec.structs.replace(request, messages=[{"role": "system", "content": self.text}, *first, *rest])

@@ -106,7 +106,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         for index, turn in enumerate(self.turns):
             if turn.parent is not None and not 0 <= turn.parent < index:
-                raise ValueError(f"turn {index} goes on from turn {turn.parent}, which is none before it")
+                raise ValueError(f"turn {index} continues turn {turn.parent}, which is not an earlier turn")
 
     @property
     def scenario_id(self) -> str:

@@ -135,7 +135,7 @@ def modelfile(first: str, tokenizer: Any) -> str:
     if form is not None:
         lines.append(f'TEMPLATE """{form.template}"""')
     else:
-        lines.append("# no TEMPLATE: the chat template is none that is known here; Ollama looks into the file for one")
+        lines.append("# no TEMPLATE: the chat template is unknown; Ollama looks into the file for it")
     if tokenizer.eos_token:
         lines.append(f'PARAMETER stop "{tokenizer.eos_token}"')
     return "\n".join(lines) + "\n"

@@ -128,7 +128,7 @@ def of_base(run: RunDir, *, name: str | None = None, base: str | None = None, dt
     """Returns a run's base model without an adapter, with the run's sampling settings."""
     trained = of_checkpoint(run_checkpoints.choose(run, "newest"), base=base, dtype=dtype)
     if trained.is_hosted:
-        raise UsageError(f"{run.root}/base: the run's model is that of an endpoint, which needs no art serve")
+        raise UsageError(f"{run.root}/base: the run's model is an endpoint's, which needs no art serve")
     if trained.adapter is None and trained.prompt is None and base is None:
         raise UsageError(f"{run.root}/base: the run trains all weights; name its base model, or its step 0")
     return trained._replace(name=name or "base", adapter=None, step=0, run=None, manifest=None, prompt=None)

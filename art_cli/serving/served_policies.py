@@ -258,7 +258,7 @@ class ServedPolicy:
         """
         manifest = source.manifest
         if manifest is None or manifest.origin is None:
-            log.info("%s: no learner left a proof in it, so that its replies carry no digest", source)
+            log.info("%s: no learner left a proof in it, so its replies carry no digest", source)
             return ""
         base = manifest.origin.base  # correct for full checkpoints
         if source.adapter is not None:

@@ -104,7 +104,7 @@ class IndexedStep:
             if any(self._is_replaced(path, stat) for path, stat in found.items()) or self._files.keys() - found.keys():
                 self._forget()
             for path in self.paths:
-                problem = f"{path.name}: left out, because it is no regular file or a link that leads out of the run"
+                problem = f"{path.name}: skipped, because it is not a regular file, or a link that leads out of the run"
                 if path not in found and os.path.lexists(path) and problem not in self.problems:
                     self._add_problem(problem)
             for path, stat in found.items():

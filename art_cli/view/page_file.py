@@ -58,7 +58,7 @@ def write_page(answers: Answers, path: Path, *, max_bytes: int) -> str:
     parts.keep(iter([("/api/sources", lambda: _at_rest(answers.sources()))]))
     page = _page(html, style, script, parts.object(), parts.drawings)
     write_file(path, page)
-    left = f", {answers.left_out:,} left out (--max-mb)" if answers.left_out else ""
+    left = f", {answers.left_out:,} omitted (--max-mb)" if answers.left_out else ""
     return printable(f"{path}: {num - answers.left_out:,} trajectories{left}, {len(page) / 1e6:.1f} MB")
 
 

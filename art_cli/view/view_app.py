@@ -239,5 +239,5 @@ async def _refuse(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _fail(http: HttpRequest, error: Exception) -> Response:
-    return Response(json_of({"error": "an error of ours; the terminal of art view has the details"}), 500,
+    return Response(json_of({"error": "an internal error; the terminal of art view has the details"}), 500,
                     media_type="application/json")  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from art_cli.cli.preflight.model_checks import check_tokens
-from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.cli.preflight.rollout_checks import _sampling_note
 from art_cli.config.compose import load_config
 from art_cli.loop import trial_update
@@ -175,7 +175,7 @@ def test_the_engines_tokens_are_held_to_the_mean_that_training_is(tmp_path: Path
     learner: Any = Apart([-1.2] * num_apart + [-1.0] * (100 - num_apart))
     opened = Opened(loaded, tmp_path, policy=tiny_weights(), tokenizer=tiny_tokenizer(), learner=learner)
     played = [Trajectory(id="t", group_id="g", group_size=1, index=0, turns=[sampled])]
-    found = check_tokens(opened, Part("", loaded, played=played))
+    found = check_tokens(opened, SourcePart("", loaded, played=played))
     assert found.is_good == passes and "2.0e-01 at most" in found.message
 
 

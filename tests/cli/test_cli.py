@@ -413,7 +413,7 @@ def test_doctor_tells_what_is_missing_and_what_is_broken(art: Art, monkeypatch: 
     assert "RuntimeError: operator torchvision::nms does not exist" in found["train"]["message"]
     assert found["keys"]["message"] == "OPENAI_API_KEY" or "OPENAI_API_KEY," in found["keys"]["message"]
     assert "sk-secret" not in out
-    assert (code, err) == (1, "error: does not work: train; each line above says what to do\n")
+    assert (code, err) == (1, "error: does not work: train; each line above names the cure\n")
 
 
 def test_doctor_is_content_where_nothing_is_broken(art: Art, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def interrupt_warm_up(project: Path) -> None:
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=120)
-    assert process.returncode == 130 and "go on with" in rest, said + rest
+    assert process.returncode == 130 and "continue with" in rest, said + rest
     assert time.monotonic() - begun < 60
 
 

@@ -65,9 +65,7 @@ CASES = {
         FAILS, "every attempt failed: {num} of {num} failed, {num} of them with KeyError: 'anwser' ("
     ),
     "no-attempt-called-the-model": Case(SILENT, "no attempt called the model; try: policy.client, or policy.base_url"),
-    "no-group-has-signal": Case(
-        EQUAL, "no signal: rewards within each of {groups} groups are equal, so that nothing can"
-    ),
+    "no-group-has-signal": Case(EQUAL, "no signal: rewards within each of {groups} groups are equal, so nothing can"),
 }
 
 
@@ -252,7 +250,7 @@ def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project
         judge = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
         code, out, err = art("judge", "both.jsonl", *judge, "judge.votes=1")
         assert (code, server.num_answered) == (0, 1), err
-        assert "2 groups skipped: a single attempt has no other to be compared with" in out
+        assert "2 groups skipped: a single attempt cannot be compared" in out
         code, _, err = art("judge", "alone.jsonl", *judge)
         expect(code, err, "no group has two attempts to compare, of 2; play several at each scenario", "art judge")
         assert server.num_answered == 1

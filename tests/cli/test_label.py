@@ -91,7 +91,7 @@ def test_ctrl_c_and_a_kill_lose_nothing_and_the_same_command_goes_on(tmp_path: P
     modes = terminal.modes
     press(terminal, [b"1", b"2", b"\x03"])
     terminal.follow()
-    assert "the same command goes on" in " ".join(terminal.scrolled()) and terminal.modes_now == modes
+    assert "the same command continues" in " ".join(terminal.scrolled()) and terminal.modes_now == modes
     assert terminal.close() == 130
     assert verdicts(scored) == ["left", "right"]
     terminal = opened(scored)

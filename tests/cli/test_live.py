@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(project: Path) -> None:
     assert not terminal.screen.cursor.hidden and terminal.screen.cursor.x == 0
     assert b"\x1b[?1049" not in terminal.raw  # no second screen
     shown = "".join(terminal.scrolled())
-    assert "interrupted; what is complete is in" in shown and "go on with: art train" in shown
+    assert "interrupted; what is complete is in" in shown and "continue with: art train" in shown
     assert "╭" not in shown, "\n".join(terminal.scrolled()[-40:])
 
 

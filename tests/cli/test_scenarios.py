@@ -182,7 +182,7 @@ def test_an_interrupt_keeps_what_is_written(
 
     with chatting(ChatServer(answer)) as server:
         assert run(server, tmp_path / "tasks.jsonl", "--num", "100") == 130
-    assert "the same command with --append goes on" in capsys.readouterr().err
+    assert "the same command with --append continues" in capsys.readouterr().err
     assert len(read(tmp_path / "tasks.jsonl")) == 40
 
 

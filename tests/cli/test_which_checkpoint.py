@@ -146,7 +146,7 @@ CASES = {
                  lambda out: int(json.loads(out)["step"]), 3, "the newest (--step takes another)"),
     "train": Case(["train", "config.yaml", "train.steps=4", "train.learning_rate=0.1", "eval.every=1"],
                   lambda out: max(step for step in range(9) if RUN.scored_path(step).exists()), 3,
-                  "the newest; training goes on from it to 4"),
+                  "the newest; training continues from it to 4"),
 }  # fmt: skip
 
 

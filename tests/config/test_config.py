@@ -58,7 +58,7 @@ NOISE = "judge.noise={false_positive: 0.2, false_negative: 0.1}"
         (("judge.noise=votes",), "one score"),
         (("judge=ruler", "judge.noise=votes"), "judge.votes=4"),
         (("judge=ruler", NOISE), "gives scores"),
-        ((NOISE, "loss=gdpo", "loss.reward_parts={win: 1}"), "something else besides"),
+        ((NOISE, "loss=gdpo", "loss.reward_parts={win: 1}"), "also learns from something else"),
         (("judge.noise={false_positive: 0.5, false_negative: 0.5}",), "must be below 1"),
         (("judge.noise={false_positive: 0.5}",), "or neither"),
         (("judge.noise={false_positive: 0.1, false_negative: 0.1, ask_again: 1}",), "has none"),
@@ -473,7 +473,8 @@ def test_echo_needs_a_second_turn() -> None:
 
 def test_variables_are_named_for_a_command_alone() -> None:
     assert mistakes(PLAIN, "rollout.env=[HF_TOKEN]")[0].startswith("command line: rollout.env: only the program of")
-    assert mistakes(PLAIN, "rollout.env=['A=b']")[0].startswith("command line: rollout.env: 'A=b' is no name of a")
+    (said, *_) = mistakes(PLAIN, "rollout.env=['A=b']")
+    assert said.startswith("command line: rollout.env: 'A=b' is not a variable name")
 
 
 def test_entry_and_command_exclude_each_other() -> None:
@@ -584,7 +585,7 @@ GOES_WITH = {  # the errors of these alone
     ("judge", "none"): "set loss=distill",
     ("loss", "sdpo"): "choose judge=ruler",
     ("learner", "tinker"): "set engine=tinker",
-    ("learner", "prompt"): "is no model that could reflect",
+    ("learner", "prompt"): "cannot reflect",
 }
 
 

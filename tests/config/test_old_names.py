@@ -73,7 +73,7 @@ def test_an_address_under_two_names_in_one_place_is_refused(path: Path) -> None:
 
 def test_a_mistake_in_an_old_name_has_its_line(path: Path) -> None:
     path.write_text(f"{PLAIN}judge:\n  name: ruler\n  api_base: nowhere\n")
-    with pytest.raises(ConfigError, match=r"config.yaml:5: judge.base_url: 'nowhere' is no address"):
+    with pytest.raises(ConfigError, match=r"config.yaml:5: judge.base_url: 'nowhere' is not an address"):
         check_ready(load_config(path), ["judge"])
     path.write_text(f"{PLAIN}judge:\n  name: ruler\n  api_base: [1]\n")
     with pytest.raises(ConfigError, match=r"config.yaml:5: judge.api_base: expected text"):

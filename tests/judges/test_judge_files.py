@@ -143,7 +143,7 @@ def test_a_file_of_something_else_named_as_output_stays_as_it_is(art: Art) -> No
     write("t.jsonl", 0.25, 1.0)
     Path("notes.txt").write_text("Do not lose these notes")
     code, _, err = judge(art, "t.jsonl", "-o", "notes.txt")
-    assert code == 1 and "notes.txt: its last line is no record" in err
+    assert code == 1 and "notes.txt: its last line is not a record" in err
     assert Path("notes.txt").read_text() == "Do not lose these notes"
 
 

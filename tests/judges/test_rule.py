@@ -130,7 +130,7 @@ def test_a_rubric_without_rules_or_with_a_wrong_one_is_refused_in_one_line(line:
 
 
 def test_ruler_s_own_instructions_hold_no_rule() -> None:
-    with pytest.raises(RuleError, match="no line that begins"):
+    with pytest.raises(RuleError, match="no line of the rubric begins"):
         read_rules(read_instructions(RulerJudgeConfig(name="ruler"), Path(".")))
 
 

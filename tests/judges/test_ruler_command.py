@@ -347,7 +347,7 @@ def test_an_interrupt_keeps_what_is_scored_and_says_how_to_go_on(server: JudgeSe
     wait_until(lambda: len(server.asked) >= 8)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
-    assert process.returncode == 130 and "the same command goes on with the rest" in err
+    assert process.returncode == 130 and "the same command continues with the rest" in err
     assert 0 < len(rewards()) < 150
     assert judge(server) == 0
     assert len(scored()) == len(rewards()) == 150

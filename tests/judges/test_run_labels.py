@@ -185,7 +185,7 @@ def test_damaged_labels_are_left_out_of_a_report_with_a_warning(
     label(run, 3, wrong_from=99)
     path = next(run.root.glob("step_*/labels.jsonl"))
     path.write_text('{"group_id": 7}\n')
-    assert read_report(run).series["labels/alike"][0][1] == 1.0 and "its labels are left out" in caplog.text
+    assert read_report(run).series["labels/alike"][0][1] == 1.0 and "its labels are skipped" in caplog.text
     done = forked(["label", str(run.root), "--report"], timeout=60)
     assert done.returncode == 0 and "labels    2 pairs" in done.stdout and f"{path}:1: " in done.stderr
     with pytest.raises(UsageError, match="no step"):

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.cli.preflight.setup_checks import check_nodes
 from art_cli.config.compose import load_config
 from art_cli.learners.processes import joined_node as node_module
-from art_cli.learners.processes import records as exchange
+from art_cli.learners.processes import wire_records as exchange
 from art_cli.learners.processes.job import Job, make_job
 from art_cli.learners.processes.joined_node import JoinedNode, join
 from art_cli.learners.processes.nodes.node_address import Address, NodeSetup, interface_of, read_secret, reserved_port
@@ -325,7 +325,7 @@ async def test_a_message_that_a_third_party_changed_ends_the_node_in_words(
         joining = asyncio.ensure_future(join(job, files=tmp_path, logs=tmp_path, wait_s=30.0))
         [end] = await waiting
         end._writer._writer.write(bytes(7) + b"\x01" + bytes(32) + b"x")
-        with pytest.raises(LearnerError, match="cannot be trusted: the seal of a message is wrong"):
+        with pytest.raises(LearnerError, match="cannot be trusted: a message has a wrong seal"):
             await asyncio.wait_for(joining, 30)
         await end.close()
 
@@ -384,7 +384,7 @@ def test_addresses_ports_and_interfaces() -> None:
 def test_a_check_says_the_number_of_ranks_or_why_they_cannot_meet(tmp_path: Path) -> None:
     overrides = ["learner=torch", "learner.nodes=2", "learner.processes=3", f"learner.rendezvous={free_address()}"]
     loaded = load_config(LETTERS / "config.yaml", overrides)
-    opened, part = Opened(loaded, tmp_path), Part("", loaded)
+    opened, part = Opened(loaded, tmp_path), SourcePart("", loaded)
     found = check_nodes(opened, part)
     assert found is not None and found.is_good and found.message.startswith("2 nodes x 3 processes = 6 ranks")
     with socket.create_server(Address.parse(overrides[-1].partition("=")[2])):

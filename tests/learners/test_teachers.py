@@ -255,7 +255,7 @@ def test_a_server_and_a_directory_give_the_same_step(
         ({"spoil": lambda given: None}, "no prompt_logprobs in its answer; it must be a vLLM server"),
         ({"spoil": lambda given: given[:-1]}, "has no logprob for some of 6 tokens"),
         ({"spoil": lambda given: [{"9": {"logprob": 0.0}}] * 6}, "has no logprob for some of 6 tokens"),
-        ({"spoil": lambda given: "x"}, "an answer that is none of vLLM's"),
+        ({"spoil": lambda given: "x"}, "not an answer from vLLM"),
     ],
     ids=["refused", "failing", "no logprobs", "too few", "other tokens", "no list"],
 )
@@ -563,7 +563,7 @@ def test_settings_that_contradict_each_other_are_told_at_load(
 def test_a_teacher_that_is_not_there_is_told_before_the_run(project: Path) -> None:
     for override, message in (
         ("loss.teacher.model=./bog", r"loss.teacher.model: './bog': no such directory"),
-        ("loss.teacher.base_url=nowhere", "loss.teacher.base_url: 'nowhere' is no address"),
+        ("loss.teacher.base_url=nowhere", "loss.teacher.base_url: 'nowhere' is not an address"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_ready(load_config(project / "config.yaml", [override]), ("algorithm",))

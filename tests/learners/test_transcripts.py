@@ -108,7 +108,7 @@ def test_a_message_of_weight_0_and_the_replies_of_a_prompt_are_read_and_not_trai
         ),
         ({"messages": [USER, {"role": "assistant", "audio": {"id": "a"}}]}, "message 2: it has sound"),
         ({"messages": [USER, {"role": "bot", "content": "4"}]}, "message 2: a message without a valid role"),
-        ({"messages": [USER, {**REPLY, "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "call to 'f' are no JSON"),
+        ({"messages": [USER, {**REPLY, "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "'f' are not a JSON"),
         ({"messages": [USER, REPLY], "tools": "add"}, "'tools' is text that is not JSON"),
         ({"conversations": [{"from": "robot", "value": "4"}]}, "\"from\" is 'robot'"),
     ],

@@ -142,7 +142,7 @@ def test_check_names_the_share_and_the_experts_without_an_adapter() -> None:
     told = describe_use(gpu_use(config, size, 79.2 * GIB, {}), size._replace(experts=128))
     assert "vLLM gets about 0.87 of its GPU, and its cache" in told and "its 128 experts get no adapter" in told
     staleness = ("train.max_staleness=1", "loss.off_policy.name=truncate")
-    assert "beside the learner's step (train.max_staleness)" in describe_use(
+    assert "next to the learner's step (train.max_staleness)" in describe_use(
         gpu_use(run_of("qwen3-4b", *staleness), size, 79.2 * GIB, {}), size
     )
     endpoint = run_of("qwen3-4b", "engine={name: embedded}")

@@ -87,7 +87,7 @@ def test_an_interrupt_prints_what_was_found_and_the_same_command_goes_on(
     child.send_signal(number)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert err.splitlines()[-1].startswith("interrupted: the hunt is broken off")
+    assert err.splitlines()[-1].startswith("interrupted: the hunt stopped early")
     before = lines_of(output)
     assert json.loads(out)["num_tried"] == len(attacks_of(before)) >= 10
     with output.open("a") as file:

@@ -197,13 +197,13 @@ def test_a_plan_goes_on_elsewhere(art: Art, tmp_path: Path) -> None:
     text = run.promise_path.read_text()
     run.promise_path.write_text(text.replace(f'"sampling_s": {promise.measured.sampling_s}', '"sampling_s": 1e300'))
     code, _, err = art("plan", config, runs)
-    assert code == 1 and "promise.json" in err and "its numbers are not those of a plan" in err
+    assert code == 1 and "promise.json" in err and "its numbers are not a plan's" in err
     run.promise_path.write_text(text)
     scored = run.scored_path(0).read_text()
     run.scored_path(0).write_text(scored.replace('"spans"', '"unknown"'))
     code, out, _ = art("plan", config, runs, "--on", "laptop")
-    assert code == 0 and "has no times of its calls: an older version played it" in out
+    assert code == 0 and "has no call times: an older version played it" in out
     run.scored_path(0).write_text(scored)
     ahead = ("train.max_staleness=1", "loss.off_policy={name: truncate}")
     code, _, err = art("plan", config, runs, *ahead, "--on", "laptop")
-    assert code == 2 and "sampling beside training is not simulated; plan with train.max_staleness=0" in err
+    assert code == 2 and "sampling during training is not simulated; plan with train.max_staleness=0" in err

@@ -69,7 +69,7 @@ def test_a_run_pauses_with_the_onset_and_the_checkpoint_before_it_and_goes_on(pa
     )
     assert f"; the checkpoint before that: {run.checkpoint_path(ONSET - 1)} (stop rule: " in said
     assert run.checkpoint_path(ONSET - 1).is_dir() and run.checkpoint_steps() == [0, 12, alarm - 2, alarm - 1, alarm]
-    assert "it fires again when later steps show it too" in said and "go on with: art train" in said
+    assert "it fires again when later steps show it too" in said and "continue with: art train" in said
     # the report from the files equals the log, because all numbers are in the files
     [finding] = [each for each in find(history) if each.kind == "parted"]
     assert (

@@ -47,7 +47,7 @@ def test_both_are_planned_trained_and_compared_by_the_commands_that_a_plan_print
     promise, played = files.promise(), files.trajectories_path(0).read_bytes()
     assert promise is not None and promise.measured.reflection is not None
     assert art(*words)[1] == out and len(reflector.asked) == 1, "a plan that is asked again pays nothing"
-    assert "128 attempts; the prompt 4 questions to m besides" in out
+    assert "128 attempts; the prompt search adds 4 questions to m" in out
     commands = [shlex.split(line.partition(": ")[2])[1:] for line in out.splitlines()[-3:]]
     assert [each[0] for each in commands] == ["train", "train", "eval"]
     for command in commands[:2]:
@@ -75,7 +75,7 @@ def test_both_are_planned_trained_and_compared_by_the_commands_that_a_plan_print
 @pytest.mark.parametrize(
     ("compare", "settings", "said"),
     [
-        ("prompt", [], "learner.model: judge 'rollout' is no model that could reflect; name one that does: --compare"),
+        ("prompt", [], "learner.model: judge 'rollout' cannot reflect, because it is not a language model; name one:"),
         ("torch", [], "expected prompt, or '{name: prompt, model: MODEL}'"),
         ("prompts", [], "no learner 'prompts'"),
         ("{name: prompt, model: m, parts: {a: nowhere.txt}}", [], "learner.parts.a: "),
@@ -104,5 +104,5 @@ def test_a_search_has_the_settings_of_the_run_but_those_of_weights(tmp_path: Pat
 def test_the_judge_reflects_where_it_is_a_model() -> None:
     found = as_prompt(load_config(CONFIG, ["judge=ruler", "judge.model=openai/gpt-6.1-sol"]), "prompt")
     assert isinstance(found.config.learner, PromptLearnerConfig) and found.config.learner.model is None
-    with pytest.raises(UsageError, match="no model that could reflect"):
+    with pytest.raises(UsageError, match="cannot reflect"):
         as_prompt(load_config(CONFIG, ["judge=ruler", "judge.model=builtin:rule"]), "prompt")

@@ -402,7 +402,7 @@ def test_a_model_of_this_machine_gets_a_prompt_of_parts_and_keeps_its_weights(tm
 
 @pytest.mark.parametrize(
     ("setting", "said"),
-    [("learner.base_url=nowhere", "is no address"), ("learner.parts={a: missing.txt}", "learner.parts.a: ")],
+    [("learner.base_url=nowhere", "is not an address"), ("learner.parts={a: missing.txt}", "learner.parts.a: ")],
 )
 def test_what_a_search_names_is_looked_up_before_anything_is_paid(setting: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

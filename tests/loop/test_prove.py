@@ -219,7 +219,7 @@ def test_a_run_that_went_on_with_another_rate_is_refused_in_words(run: RunDir) -
     assert flaws(run) == []
     with pytest.raises(UsageError, match="went on with other settings of train"):
         replayed(run, *settings)
-    with pytest.raises(UsageError, match=r"train.learning_rate: 0.001 -> 0.01; give those of the run"):
+    with pytest.raises(UsageError, match=r"train.learning_rate: 0.001 -> 0.01; use the run's settings"):
         replayed(run, "train.steps=3")
 
 

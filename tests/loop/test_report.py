@@ -442,7 +442,7 @@ def test_the_text_names_the_fall_and_what_to_try(art: Art, tmp_path: Path) -> No
     assert (code, err) == (0, "")
     assert "step 20 to 24: evaluation fell: the evaluation at step 20 is" in out
     assert (
-        "beside it: gradient norm 9 at step 17" in out
+        "next to it: gradient norm 9 at step 17" in out
         and "try: train.max_kl, train.clip_to_history=2, a smaller" in out
     )
     assert "step    16  0.810 [0.755, 0.865]  200 scenarios best" in out

@@ -334,7 +334,7 @@ def test_damaged_runs_are_refused_in_words(tmp_path: Path) -> None:
         calibrate(run, {})
     lines = run.scored(1)
     write_lines(run.scored_path(1), [msgspec.structs.replace(each, spans=[]) for each in lines])
-    with pytest.raises(DataError, match="s1-0 has no times of its calls: an older version played it"):
+    with pytest.raises(DataError, match="s1-0 has no call times: an older version played it"):
         known(run)
     write_lines(run.scored_path(1), lines[:1])
     with pytest.raises(DataError, match="no complete group"):

@@ -374,7 +374,7 @@ def test_a_stop_rule_may_name_a_number_of_a_source(tmp_path: Path) -> None:
 def test_the_judge_of_a_source_may_write_prompts(tmp_path: Path) -> None:
     """The first source's judge is a model, and the other one's a function."""
     prompt = ["~model.lora", "~train", "learner={name: prompt}", "train={steps: 2}"]
-    with pytest.raises(ConfigError, match="judge 'rollout' and 'function' is no model that could reflect"):
+    with pytest.raises(ConfigError, match="judge 'rollout' and 'function' cannot reflect"):
         load_config(write_project(tmp_path), prompt)
     config = load_config(
         tmp_path / "config.yaml", [*prompt, "rollout.sources.letters.judge={name: ruler, model: m/x}"]
@@ -396,7 +396,7 @@ def test_a_source_without_rewards_has_no_mean(tmp_path: Path) -> None:
 
 def test_a_judge_that_no_source_uses_is_refused(tmp_path: Path) -> None:
     overrides = ["judge=rollout", "rollout.sources.letters.judge={name: rollout}"]
-    with pytest.raises(ConfigError, match="judge: every source of rollout.sources has a judge of its own"):
+    with pytest.raises(ConfigError, match="judge: every source of rollout.sources has its own judge"):
         load_config(write_project(tmp_path), overrides)
 
 

@@ -73,7 +73,7 @@ def test_a_step_continues_from_the_checkpoint_that_sampled_its_attempts(
     scored = tmp_path / "of_another.jsonl"
     scored.write_text(run.scored_path(3).read_text().replace('"policy":"', '"policy":"0'))
     code, _, said = art("step", CONFIG, scored, *settings, "-o", out)
-    assert code == 2 and "sampled by step 3 (0" in said and "has no longer; name another with --checkpoint" in said
+    assert code == 2 and "sampled by step 3 (0" in said and "no longer has; name another with --checkpoint" in said
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def paused_at(project: Path, rules: list[dict[str, Any]], *more: str, level: str
     """The step at which the run pauses, and its message."""
     with pytest.raises(Paused) as found:
         start(project, rules, *more, level=level)
-    assert "go on with: art train" in str(found.value)
+    assert "continue with: art train" in str(found.value)
     run = RunDir(project / "runs/letters")
     step = run.checkpoint_steps()[-1]
     assert str(run.checkpoint_path(step)) in str(found.value)
@@ -145,7 +145,7 @@ def test_the_command_ends_with_exit_code_1_and_says_how_to_go_on(
     assert art([*command, "stop=[{metric: loss, below: 1000}]"]) == 1
     shown = capsys.readouterr().err.splitlines()[-1]
     assert shown.startswith("paused at step 1 of 30: loss of step 1 was below 1000")
-    assert "go on with: art train" in shown
+    assert "continue with: art train" in shown
     assert art([*command, "train.steps=2"]) == 0
 
 

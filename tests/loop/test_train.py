@@ -339,11 +339,11 @@ def test_ctrl_c_says_how_to_go_on_and_what_it_says_finishes(tmp_path: Path) -> N
         rest = process.stderr.read()
         assert process.wait(timeout=240) == 130
     assert "Traceback" not in rest
-    program, *hint = shlex.split(rest.partition("go on with: ")[2])
+    program, *hint = shlex.split(rest.partition("continue with: ")[2])
     assert program == "art"
     done = forked.run(hint, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "training goes on from it" in done.stderr
+    assert "training continues from it" in done.stderr
     assert [line.step for line in RunDir(runs / "letters").metrics() if line.split == "train"] == list(range(6))
 
 
@@ -394,7 +394,7 @@ def test_ctrl_c_while_the_first_checkpoint_is_written_ends_the_run_before_its_fi
         save(learner, directory)
 
     monkeypatch.setattr(TorchLearner, "save", save_interrupted)
-    with pytest.raises(Interrupted, match="go on with: art train"):
+    with pytest.raises(Interrupted, match="continue with: art train"):
         run(tmp_path, "train.steps=1", "eval=null")
     files = RunDir(tmp_path / "letters")
     verify_checkpoint(files.checkpoint_path(0))

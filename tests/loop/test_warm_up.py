@@ -120,11 +120,11 @@ def test_a_warm_up_killed_and_interrupted_goes_on_and_ends_the_same(
             rest = process.stderr.read()
             assert process.wait(timeout=60) == (130 if number == signal.SIGINT else -number), rest
             assert time.monotonic() - begin < 20
-    assert "go on with: art train" in rest
+    assert "continue with: art train" in rest
     assert "Traceback" not in rest
     caplog.clear()
     assert train_here(tmp_path / "cut", epochs) == wanted
-    assert "sft: goes on from update " in caplog.text
+    assert "sft: continues from update " in caplog.text
 
 
 def newest_saved(runs: Path) -> int:

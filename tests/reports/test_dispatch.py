@@ -108,7 +108,7 @@ def test_a_tracker_that_raises_is_left_out_and_the_other_goes_on(
     asyncio.run(trackers.close())
     assert len(sound.lines) == 5 and broken.is_closed
     first, last = warnings()
-    assert first.startswith(f"tracker t0: {type(error).__name__}: ") and first.endswith("it is left out from here on")
+    assert first.startswith(f"tracker t0: {type(error).__name__}: ") and first.endswith("it is skipped from here on")
     assert last == "tracker t0: 5 of 5 calls were dropped"
 
 
@@ -163,7 +163,7 @@ def test_a_constructor_that_fails_or_hangs_costs_the_run_nothing(warnings: Calla
     trackers.log(line(0))
     released.set()
     asyncio.run(trackers.close())
-    assert warnings()[0] == "tracker broken: OSError: no network; it is left out from here on"
+    assert warnings()[0] == "tracker broken: OSError: no network; it is skipped from here on"
     assert threads[0].num_dropped == 1 and threads[1].num_dropped == 0
 
 
@@ -176,7 +176,7 @@ def test_a_mistake_in_the_configuration_is_raised_at_the_start(tmp_path: Path) -
         config, run = OwnTrackerConfig(name="entry", entry=entry), TrackedRun("x", tmp_path, {})
         TrackerThread(entry, lambda: make_tracker(config, run, tmp_path)).wait_for_start(30.0)
 
-    with pytest.raises(UsageError, match="T is no tracker: it has no method log_trajectories and no close"):
+    with pytest.raises(UsageError, match="T is not a tracker: it lacks the method log_trajectories and no close"):
         start("mine.py:T")
     with pytest.raises(UsageError, match="has no 'U'"):
         start("mine.py:U")

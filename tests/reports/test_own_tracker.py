@@ -100,7 +100,7 @@ def test_one_that_is_not_there_is_told_before_the_run_begins(project: Path, tmp_
         asyncio.run(train(loaded))
     (project / "mine.py").write_text("class Half:\n    def __init__(self, run): pass\n    def log(self, line): pass\n")
     loaded = load_config(project / "config.yaml", [f"runs={tmp_path}/runs", "tracker={entry: 'mine.py:Half'}"])
-    with pytest.raises(UsageError, match="Half is no tracker: it has no method log_trajectories and no close"):
+    with pytest.raises(UsageError, match="Half is not a tracker: it lacks the method log_trajectories and no close"):
         asyncio.run(train(loaded))
     assert not (tmp_path / "runs").exists()
 

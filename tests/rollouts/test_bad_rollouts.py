@@ -86,7 +86,7 @@ RETURNS = {
     "-1e308": "reward: reward is -1e+308",
     "10**400": "reward: reward is inf, not a finite number",
     "float('inf')": "reward: reward is inf",
-    "decimal.Decimal('sNaN')": "reward: reward is Decimal, which is no number",
+    "decimal.Decimal('sNaN')": "reward: reward is Decimal, not a number",
     "decimal.Decimal('1e999')": "reward: reward is inf",
     "fractions.Fraction(10**400, 3)": "reward: reward is inf",
     "Odd()": "KeyboardInterrupt",

@@ -632,5 +632,5 @@ def test_a_turn_that_goes_on_from_none_before_it_is_refused_with_its_line(run: R
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["turns"][0]["parent"] = parent
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ArtError, match=r"trajectories.jsonl:1: turn 0 goes on from turn"):
+    with pytest.raises(ArtError, match=r"trajectories.jsonl:1: turn 0 continues turn"):
         export(run)

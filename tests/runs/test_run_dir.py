@@ -98,7 +98,7 @@ def test_a_torn_line_is_warned_of_once_however_often_the_file_is_read(
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"id": "half')
     assert [list(read_lines(path, Trajectory)) for _ in range(3)] == [[], [], []]
-    assert [record.message for record in caplog.records] == [f"{path}:1: the last line is torn; left out"]
+    assert [record.message for record in caplog.records] == [f"{path}:1: the last line is incomplete; skipped"]
 
 
 def test_a_broken_line_that_is_not_the_last_is_refused_with_its_place(tmp_path: Path) -> None:

@@ -190,14 +190,14 @@ async def test_a_defect_ends_the_process_with_a_traceback(tmp_path: Path) -> Non
 
 async def test_an_end_that_sends_no_message_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await Server(tmp_path).start()
-    with pytest.raises(ConnectionEnded, match="what it sent is no message of ours: Returned: its fields are id, value"):
+    with pytest.raises(ConnectionEnded, match="it sent an invalid message: Returned: its fields are id, value"):
         await server.end.call("garbage", {})
     await server.stop()
 
     monkeypatch.setattr(calls, "MAX_LINE_BYTES", 1000)
     server = await Server(tmp_path).start()
     assert await server.end.call("double", {"number": "x" * 400}) == "x" * 800
-    with pytest.raises(ConnectionEnded, match="no message of ours: .* limit"):
+    with pytest.raises(ConnectionEnded, match="it sent an invalid message: .* limit"):
         await server.end.call("double", {"number": "x" * 900})
     await server.stop()
 

@@ -489,7 +489,7 @@ def test_a_file_needs_no_more_than_an_endpoint(tmp_path: Path) -> None:
     loaded = load_gateway(path, ["gateway.idle_s=5"])
     assert (loaded.trajectories, loaded.gateway.idle_s, loaded.run) == (tmp_path / "runs/mine/gateway", 5.0, None)
     path.write_text("gateway: {redact: {patterns: ['(']}}\n")
-    with pytest.raises(ConfigError, match="is no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         load_gateway(path)
     path.write_text("gateway: {idle_s: 5}\n")
     with pytest.raises(ConfigError, match="name an endpoint"):

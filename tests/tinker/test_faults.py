@@ -192,17 +192,16 @@ FAULTS: dict[str, tuple[Callable[[Setting, Path, pytest.MonkeyPatch], None], str
         "URL: nothing answers (REASON); start it, or mend engine.base_url",
     ),
     "gone": (gone, "URL: it has not answered for N s (WHAT); is it gone?"),
-    "started anew": (
+    "restarted": (
         restarted,
         "URL: it no longer has this run's session (WHAT), as after a restart; run the same command again, and the run "
-        "goes on from its last checkpoint",
+        "continues from its last checkpoint",
     ),
     "slow": (slow, "URL: WHAT was not there within N s (engine.timeout_s); the server is slow, or full"),
     "full": (full, "URL: WHAT was not there within N s (engine.timeout_s); the server is slow, or full"),
     "another version": (
         older_server,
-        "URL: it speaks another version of the protocol than tinker VERSION here (WHAT); docs/backend.md says which go "
-        "together",
+        "URL: its protocol version differs from tinker VERSION here (WHAT); docs/backend.md says which go together",
     ),
     "another server": (
         another_server,

@@ -163,7 +163,7 @@ def _bias(pair: tuple[str, float]) -> tuple[int, float]:
     """Returns the token id and its bias. Raises ChatError 400 for an invalid token id."""
     token = pair[0]
     if not (token.isascii() and token.isdecimal() and len(token) <= 10 and int(token) <= INT32):
-        raise invalid(f"logit_bias: {token[:80]!r} is no token id", "logit_bias")
+        raise invalid(f"logit_bias: {token[:80]!r} is not a token id", "logit_bias")
     return int(token), pair[1]
 
 

@@ -3,7 +3,7 @@
 import logging
 
 from art_cli.cli import Finding
-from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE
 from art_cli.judges import Judge, trial
 from art_cli.judges.costs import CostEstimate
@@ -14,7 +14,7 @@ from art_cli.runtime import threads
 log = logging.getLogger(__name__)
 
 
-def check_retirement(opened: Opened, part: Part) -> Finding | None:
+def check_retirement(opened: Opened, part: SourcePart) -> Finding | None:
     """Looks up the days on which providers retire the models that the run uses."""
     models = list(dict.fromkeys(hosted_models(part.loaded.config)))
     retiring = find_retiring(models)
@@ -25,7 +25,7 @@ def check_retirement(opened: Opened, part: Part) -> Finding | None:
     return Finding("retirement", True, ", ".join(known)) if models else None
 
 
-def check_shadow(opened: Opened, part: Part) -> Finding | None:
+def check_shadow(opened: Opened, part: SourcePart) -> Finding | None:
     """Loads the shadow judges and looks for their API keys, without a call."""
     shadow, directory = part.loaded.config.shadow, part.loaded.directory
     threads.run(ShadowJudges(shadow, directory).close())
@@ -37,7 +37,7 @@ def check_shadow(opened: Opened, part: Part) -> Finding | None:
     return Finding("shadow", True, ", ".join(names)) if names else None
 
 
-def check_judge(opened: Opened, part: Part) -> Finding | None:
+def check_judge(opened: Opened, part: SourcePart) -> Finding | None:
     """Asks the judge; rewards from the rollout need no check."""
     assert part.judge
     notes, cures = [], []

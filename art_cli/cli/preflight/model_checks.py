@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from art_cli.cli import Finding
-from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.config.schema import TinkerEngineConfig
 from art_cli.learners import Learner, has_own_weights, load_policy, make_learner
 from art_cli.loop import trial_update
@@ -87,7 +87,7 @@ def _open_remote(opened: Opened, engine: TinkerEngineConfig, base: str) -> tuple
     return replace(opened, policy=policy, tokenizer=tokenizer, learner=learner), Finding("model", True, message)
 
 
-def check_tokens(opened: Opened, part: Part) -> Finding:
+def check_tokens(opened: Opened, part: SourcePart) -> Finding:
     """Compares the logprobs of engine and learner, and the recorded tokens with the re-encoded text."""
     assert opened.policy and opened.learner
     turns = part.played[0].turns
@@ -117,7 +117,7 @@ def _gaps(learner: Learner, turns: Sequence[Turn], index: int) -> list[float]:
     return [abs(a - b) for a, b in zip(scores[-len(turn.logprobs) :], turn.logprobs, strict=True)]
 
 
-def check_update(opened: Opened, part: Part) -> Finding:
+def check_update(opened: Opened, part: SourcePart) -> Finding:
     """Takes a training step on one row of made-up tokens, as long as the longest played sequence.
 
     If the limits allow longer rows, estimates the time and memory of the longest one.
@@ -153,7 +153,7 @@ def _update_takes(opened: Opened, length: int) -> str:
     return f"about {FIRST_STEP * (time.perf_counter() - begin):.0f} s"
 
 
-def check_disk(opened: Opened, part: Part) -> Finding:
+def check_disk(opened: Opened, part: SourcePart) -> Finding:
     """Compares free disk space with the estimated size of checkpoints and trajectories."""
     assert opened.learner
     config = part.loaded.config

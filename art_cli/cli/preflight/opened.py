@@ -1,4 +1,4 @@
-"""Opened: the run and its model, which all checks read; Part: one source, with the results of its checks."""
+"""Opened: the run and its model, which all checks read; SourcePart: one source, with the results of its checks."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ class Opened:
 
 
 @dataclass
-class Part:
+class SourcePart:
     """One source ("" for the whole run), with results for later checks."""
 
     source: str

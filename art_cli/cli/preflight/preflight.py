@@ -12,7 +12,7 @@ from typing import NamedTuple
 from art_cli.cli import Finding
 from art_cli.cli.doctor import check_gpu
 from art_cli.cli.preflight import judge_checks, model_checks, rollout_checks, setup_checks
-from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.config.compose import LoadedConfig
 from art_cli.config.schema import VllmEngineConfig
 from art_cli.runtime import threads
@@ -23,7 +23,7 @@ class Check(NamedTuple):
     """One check. `find` returns None if the check does not apply."""
 
     name: str
-    find: Callable[[Opened, Part], Finding | None]
+    find: Callable[[Opened, SourcePart], Finding | None]
     is_per_source: bool = False
     needs_weights: bool = False  # skipped by a search for a prompt, which trains no weights
 
@@ -54,7 +54,7 @@ class Preflight:
 
     def __init__(self, loaded: LoadedConfig, scratch: Path, asks_judge: bool = True) -> None:
         self.opened = Opened(loaded, scratch, asks_judge)
-        self.parts = {name: Part(name, of_source) for name, of_source in loaded.by_source.items()}
+        self.parts = {name: SourcePart(name, of_source) for name, of_source in loaded.by_source.items()}
 
     def check(self) -> Iterator[Finding]:
         """Yields every finding immediately."""
@@ -90,11 +90,11 @@ class Preflight:
             if part.judge is not None:
                 threads.run(part.judge.close())
 
-    def _whole(self) -> Part:
+    def _whole(self) -> SourcePart:
         played = [attempt for part in self.parts.values() for attempt in part.played]
-        return Part("", self.opened.loaded, played=played)
+        return SourcePart("", self.opened.loaded, played=played)
 
-    def _open_model(self, opened: Opened, part: Part) -> Finding:
+    def _open_model(self, opened: Opened, part: SourcePart) -> Finding:
         self.opened, finding = model_checks.open_model(opened)
         for name, loaded in self.opened.loaded.by_source.items():
             self.parts[name].loaded = loaded

@@ -9,7 +9,7 @@ from typing import Any
 
 from art_cli.chat.requests import text_of
 from art_cli.cli import Finding
-from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.judges import trial
 from art_cli.learners.sft.examples import load_examples
 from art_cli.loop.owed_groups import plan_groups
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 MAX_SHOWN = 200  # number of characters of the first scenario in a finding
 SURE = 0.5  # the model is sure of equal attempts above this probability
 UNLIKELY = 1e-3  # something fixed the random numbers of equal attempts below this probability
-NO_REWARD = "see what the model said with --show, and docs/zero.md; art plan measures the base over many scenarios"
+NO_REWARD = "see the model's replies with --show, and docs/zero.md; art plan measures the base over many scenarios"
 JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 
 
-def check_scenarios(opened: Opened, part: Part) -> Finding:
+def check_scenarios(opened: Opened, part: SourcePart) -> Finding:
     """Reads all scenarios and demonstrations, and counts them."""
     config = part.loaded.config
     part.scenarios, note = training_scenarios(config, part.loaded.directory), ""
@@ -55,7 +55,7 @@ def check_scenarios(opened: Opened, part: Part) -> Finding:
     return Finding("scenarios", True, ", ".join(counts), note)
 
 
-def check_entries(opened: Opened, part: Part) -> Finding:
+def check_entries(opened: Opened, part: SourcePart) -> Finding:
     """Imports the rollout and the judge, and looks for the judge's API keys."""
     config = part.loaded.config
     part.judge = trial.make_trial_judge(config.judge, part.loaded.directory)
@@ -79,7 +79,7 @@ def check_entries(opened: Opened, part: Part) -> Finding:
     return Finding("entries", True, f"rollout {rollout}{where}, judge {config.judge.name}")
 
 
-async def _load_elsewhere(part: Part) -> str:
+async def _load_elsewhere(part: SourcePart) -> str:
     """Loads the rollout in its own Python and returns the Python's version. Raises UsageError or RolloutError."""
     process = process_rollout(part.loaded.config.rollout, part.loaded.directory)
     await process.open()
@@ -87,7 +87,7 @@ async def _load_elsewhere(part: Part) -> str:
     return process.version
 
 
-def check_rollout(opened: Opened, part: Part) -> Finding:
+def check_rollout(opened: Opened, part: SourcePart) -> Finding:
     """Plays two concurrent attempts at the first scenario, as training does."""
     rollout = part.loaded.config.rollout
     log.info(
@@ -109,7 +109,7 @@ def check_rollout(opened: Opened, part: Part) -> Finding:
     return Finding("rollout", True, message, "; ".join(filter(None, cures)))
 
 
-def _rollout_problem(opened: Opened, part: Part, trajectory: Trajectory) -> Finding | None:
+def _rollout_problem(opened: Opened, part: SourcePart, trajectory: Trajectory) -> Finding | None:
     if trajectory.error:
         return Finding("rollout", False, trajectory.error, f"mend the rollout; it failed on {_first_id(part)}")
     if trajectory.returned_reward is None and part.judge is not None and part.judge.needs_reward:
@@ -119,7 +119,7 @@ def _rollout_problem(opened: Opened, part: Part, trajectory: Trajectory) -> Find
         return _silence_problem(opened, part)
     is_greedy = bool(trajectory.turns) and all(turn.temperature == 0.0 for turn in trajectory.turns)
     if is_greedy and part.loaded.config.learner.trains_weights:
-        message = "it samples at temperature 0: all attempts of a group say the same, and nothing is learned from them"
+        message = "it samples at temperature 0: all attempts of a group are equal, so nothing can be learned"
         cure = "leave temperature out of the agent's call, or set rollout.sampling.force=true"
         return Finding("rollout", False, message, f"{cure} (and rollout.sampling.temperature above 0)")
     return None
@@ -129,11 +129,11 @@ def _made_no_call(opened: Opened, trajectory: Trajectory) -> bool:
     return not trajectory.turns if opened.policy is not None else trajectory.is_silent
 
 
-def _first_id(part: Part) -> str:
+def _first_id(part: SourcePart) -> str:
     return f"the first scenario, {printable(str(part.scenarios[0]['id']), limit=MAX_SHOWN)}"
 
 
-def _silence_problem(opened: Opened, part: Part) -> Finding:
+def _silence_problem(opened: Opened, part: SourcePart) -> Finding:
     """Returns the finding for an attempt that made no model call."""
     if part.loaded.config.rollout.environment is not None:
         message = "the game was over before the policy's seat had a move"
@@ -145,7 +145,7 @@ def _silence_problem(opened: Opened, part: Part) -> Finding:
     return Finding("rollout", False, message, OWN_CLIENT)
 
 
-async def _play_pair(opened: Opened, part: Part) -> list[Trajectory]:
+async def _play_pair(opened: Opened, part: SourcePart) -> list[Trajectory]:
     played: list[Trajectory] = []
     plans = plan_groups(part.scenarios[:1], step=0, group_size=2)
     policy = opened.weights or opened.policy
@@ -155,7 +155,7 @@ async def _play_pair(opened: Opened, part: Part) -> list[Trajectory]:
     return sorted(played, key=lambda trajectory: trajectory.index)
 
 
-def check_tools(opened: Opened, part: Part) -> Finding | None:
+def check_tools(opened: Opened, part: SourcePart) -> Finding | None:
     """Checks that the chat template shows the agent's tools to the model, unless the template is a server's."""
     if opened.policy is None:
         return None
@@ -211,7 +211,7 @@ def _sampling_note(played: Sequence[Trajectory]) -> str:
         )
     if likelihood < UNLIKELY:
         return (
-            "both attempts sampled the same tokens, which is no chance: does the agent set a `seed`, or a format that "
+            "both attempts sampled the same tokens, not by chance: does the agent set a `seed`, or a format that "
             "leaves one answer? rollout.sampling.force=true"
         )
     return ""

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from art_cli.cli import Finding
-from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.config.schema import BaseLearnerConfig, VllmEngineConfig
 from art_cli.engines.vllm.arguments import check_gpus, find_vllm, has_gpu
 from art_cli.learners.processes.nodes.node_address import Address, read_secret
@@ -34,7 +34,7 @@ def check_engine(opened: Opened) -> Finding:
     return Finding("auto", True, describe(opened.loaded))
 
 
-def check_store(opened: Opened, part: Part) -> Finding | None:
+def check_store(opened: Opened, part: SourcePart) -> Finding | None:
     """Writes an object to the run's object store, reads it, and deletes it."""
     if (address := part.loaded.config.store) is None:
         return None
@@ -55,7 +55,7 @@ def check_store(opened: Opened, part: Part) -> Finding | None:
     return Finding("store", True, f"{address}: can be written{note if is_made_again else ''}")
 
 
-def check_nodes(opened: Opened, part: Part) -> Finding | None:
+def check_nodes(opened: Opened, part: SourcePart) -> Finding | None:
     """Checks that this machine can listen at the address where the learner's nodes meet."""
     learner = part.loaded.config.learner
     if learner.nodes == 1:
@@ -73,7 +73,7 @@ def check_nodes(opened: Opened, part: Part) -> Finding | None:
     return Finding("nodes", True, f"{ranks}, which meet at {address}{note}; the update below is this machine's alone")
 
 
-def check_run(opened: Opened, part: Part) -> Finding | None:
+def check_run(opened: Opened, part: SourcePart) -> Finding | None:
     """Checks whether `art train` could resume an existing run of this name."""
     run = RunDir(part.loaded.config.runs / part.loaded.config.name)
     steps = run.checkpoint_steps()
@@ -84,7 +84,7 @@ def check_run(opened: Opened, part: Part) -> Finding | None:
     return Finding("run", True, f"{run.root}: art train resumes from step {steps[-1]}")
 
 
-def check_trackers(opened: Opened, part: Part) -> Finding | None:
+def check_trackers(opened: Opened, part: SourcePart) -> Finding | None:
     """Looks for the trackers' packages and API keys, without a request."""
     chosen = trackers_of(part.loaded.config)
     for tracker in chosen:
@@ -97,7 +97,7 @@ def check_trackers(opened: Opened, part: Part) -> Finding | None:
     return Finding("trackers", True, names) if chosen else None
 
 
-def check_cluster(opened: Opened, part: Part) -> Finding | None:
+def check_cluster(opened: Opened, part: SourcePart) -> Finding | None:
     """Connects to the cluster that plays the rollouts."""
     cluster = part.loaded.config.rollout.cluster
     if cluster is None:
@@ -107,11 +107,11 @@ def check_cluster(opened: Opened, part: Part) -> Finding | None:
         f"Ray {facts.version}, {facts.nodes} nodes, {facts.processors:g} processors, {facts.free:g} of them free; "
         f"nodes reach this machine at {facts.host}"
     )
-    cure = "rollouts wait until as many processors are free" if facts.free < cluster.cpus else ""
+    cure = "rollouts wait until that many processors are free" if facts.free < cluster.cpus else ""
     return Finding("cluster", True, message, cure)
 
 
-async def _ask_cluster(part: Part) -> ClusterFacts:
+async def _ask_cluster(part: SourcePart) -> ClusterFacts:
     """Raises UsageError or RolloutError if the cluster cannot be used."""
     rollout = cluster_rollout(part.loaded.config, part.loaded.directory)
     try:

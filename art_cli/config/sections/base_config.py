@@ -26,7 +26,7 @@ OLD_NAMES = {"api_base": "base_url", "url": "base_url"}  # key in judges and eng
 def _not_true_or_false(value: Any) -> Any:
     """Rejects bools, which pydantic accepts as 0 or 1."""
     if isinstance(value, bool):
-        raise PydanticCustomError("float_type", "true and false are no numbers")
+        raise PydanticCustomError("float_type", "true and false are not numbers")
     return value
 
 

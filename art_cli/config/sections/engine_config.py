@@ -41,7 +41,7 @@ class RedactConfig(Section):
             try:
                 compiled = re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
             if compiled.search("") is not None:
                 raise ValueError(f"{pattern!r} matches an empty text, and so everything")
         return patterns

@@ -60,9 +60,9 @@ class NoiseConfig(Section):
         if (self.false_positive is None) != (self.false_negative is None):
             raise ValueError("set both 'false_positive' and 'false_negative', or neither")
         if (self.false_positive or 0.0) + (self.false_negative or 0.0) >= 1:
-            raise ValueError("false_positive + false_negative must be below 1: such a judge is no better than chance")
+            raise ValueError("false_positive + false_negative must be below 1: otherwise the judge only guesses")
         if self.ask_again and not self.is_from_votes:
-            raise ValueError("'ask_again' asks for further votes, and a judge with flip rates has none")
+            raise ValueError("'ask_again' asks for extra votes, and a judge with flip rates does not vote")
         return self
 
 
@@ -264,7 +264,7 @@ class BlendJudgeConfig(ScoringJudgeConfig):
         if not self.blend:
             raise ValueError("'blend' needs at least one judge")
         if inner := [name for name, judge in self.judges.items() if judge.noise is not None]:
-            raise ValueError(f"'noise' is for the blended reward: set it beside 'blend', not in {', '.join(inner)}")
+            raise ValueError(f"'noise' is for the blended reward: set it next to 'blend', not in {', '.join(inner)}")
         if unknown := sorted(set(self.blend) - set(self.judges) - {"rollout", "ruler"}):
             raise ValueError(f"define {', '.join(unknown)} under 'judges'; only 'rollout' and 'ruler' have defaults")
         if unused := sorted(set(self.judges) - set(self.blend)):

@@ -51,7 +51,7 @@ OF_SOURCES = ("entry", "command", "environment", "scenarios")  # keys for source
 def _are_names(names: list[str]) -> list[str]:
     for name in names:
         if not (name.isidentifier() and name.isascii()):
-            raise ValueError(f"{name!r} is no name of a variable; the value is taken from this machine's environment")
+            raise ValueError(f"{name!r} is not a variable name; the value is taken from this machine's environment")
     return names
 
 
@@ -110,7 +110,7 @@ class RayClusterConfig(Section):
     @classmethod
     def _are_custom(cls, given: dict[str, float]) -> dict[str, float]:
         for name in given.keys() & set(OWN_RESOURCES):
-            raise ValueError(f"{name} is no custom resource; rollout.cluster.cpus reserves processors")
+            raise ValueError(f"{name} is not a custom resource; rollout.cluster.cpus reserves processors")
         return given
 
     @field_validator("gateway_url")

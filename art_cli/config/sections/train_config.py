@@ -125,7 +125,7 @@ class TinkerLearnerConfig(_NoTorchLearnerConfig):
         if isinstance(given, dict) and (named := [key for key in ("nodes", "processes", "rendezvous") if key in given]):
             keys = " and ".join(f"learner.{key}" for key in named)
             raise ValueError(
-                f"'tinker' trains on a server, where {keys} has no effect; leave it out, or train with learner=torch"
+                f"'tinker' trains on a server, where {keys} has no effect; remove it, or train with learner=torch"
             )
         return given
 
@@ -230,7 +230,7 @@ class StopRule(Section):
             raise ValueError("set exactly one of 'metric', 'hours', 'usd' and 'parts_from'")
         num_bounds = sum(getattr(self, bound) is not None for bound in BOUNDS)
         if self.metric is not None and num_bounds != 1:
-            raise ValueError("set exactly one of 'above', 'below' and 'below_best_by' beside 'metric'")
+            raise ValueError("set exactly one of 'above', 'below' and 'below_best_by' next to 'metric'")
         return self
 
     def conflicts(self) -> Iterator[tuple[str, str]]:

@@ -130,7 +130,7 @@ def _encode(
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise invalid(f"{param}: a lone surrogate (\\ud800 to \\udfff) is no text", param) from None
+        raise invalid(f"{param}: a lone surrogate (\\ud800 to \\udfff) is not text", param) from None
     try:
         # Without a guard, a plain-text prompt belongs to the client, control tokens included.
         ids = vocabulary.encode(text, most=max_length, adds_special=guard is None, guard=guard)

@@ -219,7 +219,7 @@ class Grammars:
         with self._wrap_lock:
             if self._wrapped is None:
                 if not self._stop_ids:
-                    raise GrammarError("this model has no token that ends a reply")
+                    raise GrammarError("this model has no end-of-reply token")
                 if len(self._tokenizer) > self._vocab:
                     raise GrammarError("this model's tokenizer has tokens that the model has not")
                 try:

@@ -385,7 +385,7 @@ def said(messages: Sequence[Said]) -> str:
     for message in reversed(messages):
         left -= message.size
         if left < 0 and shown:
-            note = f"[{len(messages) - len(shown)} earlier messages are left out]"
+            note = f"[{len(messages) - len(shown)} earlier messages omitted]"
             shown.append(as_said({"role": "system", "content": note}).text)
             break
         shown.append(message.text)
@@ -421,7 +421,7 @@ def _parts(message: Json) -> list[Json]:
     for tool in tool_uses(message):
         left -= min(len(tool.arguments), MAX_TEXT) + len(tool.name) + len(tool.id)
         if left < 0:
-            parts.append({"type": "text", "content": "[further tool calls are left out]"})
+            parts.append({"type": "text", "content": "[further tool calls omitted]"})
             break
         is_long = len(tool.arguments) > MAX_TEXT
         arguments = shortened(tool.arguments) if is_long else parsed(tool.arguments)
@@ -443,7 +443,7 @@ def shortened(text: str, limit: int = MAX_TEXT) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters omitted]\n{text[-half:]}"
 
 
 def _definitions(tools: Sequence[Json]) -> str:

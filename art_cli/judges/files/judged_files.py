@@ -104,7 +104,7 @@ class TrajectoryFile:
         self._owners: dict[tuple[str, int], str] = {}  # (group, index) -> trajectory id
         for line in lines(path):
             if is_torn(line.data):
-                log.warning("%s:%d: the last line is torn; left out", path, line.number)
+                log.warning("%s:%d: the last line is incomplete; skipped", path, line.number)
                 break
             try:
                 self._add(decode(line.data, _HEAD), line)
@@ -127,7 +127,7 @@ class TrajectoryFile:
     def _add_art_group(self, head: _Head, line: Line) -> None:
         size = len(head.trajectories or ()) + len(head.exceptions or ())
         if not size:
-            log.warning("%s:%d: a group without trajectories; left out", self.path, line.number)
+            log.warning("%s:%d: a group without trajectories; skipped", self.path, line.number)
             return
         group = self._open_group(f"line-{line.number}", "art", size=size)
         group.lines, group.count = {0: (line.number, line.offset)}, size

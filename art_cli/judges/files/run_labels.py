@@ -111,7 +111,7 @@ class RunLabels:
                 if self._num_asked(step):
                     found += [OrderedPair(time, step, is_alike) for time, is_alike in self._open(step).ordered()]
             except ArtError as error:
-                log.warning("%s; its labels are left out", error)
+                log.warning("%s; its labels are skipped", error)
         return found
 
     def report(self) -> RunLabelReport:

@@ -111,7 +111,7 @@ def read_rules(text: str) -> list[Rule]:
     """Parses the rules in a rubric, or in instructions that include a rubric. Raises RuleError."""
     lines = [line.strip().removeprefix(_PREFIX) for line in text.split("\n") if line.strip().startswith(_PREFIX)]
     if not lines:
-        raise RuleError(f'the rubric has no line that begins with "{_PREFIX}"')
+        raise RuleError(f'no line of the rubric begins with "{_PREFIX}"')
     return [_read_rule(line) for line in lines]
 
 

@@ -35,7 +35,7 @@ class GdpoConfig(ClippedLossConfig):
         yield from super().conflicts()
         for name, weight in self.reward_parts.items():
             if weight == 0:
-                yield f"reward_parts.{name}", "a part of weight 0 has no effect; leave it out"
+                yield f"reward_parts.{name}", "a part of weight 0 has no effect; remove it"
 
 
 class Gdpo(ClippedPreset[GdpoConfig]):

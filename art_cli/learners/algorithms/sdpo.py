@@ -131,7 +131,7 @@ class SdpoConfig(TaughtLossConfig):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
         if self.feedback is not None and "{explanation}" not in self.feedback:
-            yield "feedback", "has no {explanation}, so that the policy would not read the judge's words"
+            yield "feedback", "has no {explanation}, so the policy would not read the judge's words"
 
 
 class Sdpo(TaughtPreset[SdpoConfig]):

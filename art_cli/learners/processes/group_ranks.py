@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from art_cli.learners.packs.ranks import Ranks
-from art_cli.learners.processes.records import decode, encode
+from art_cli.learners.processes.wire_records import decode, encode
 from art_cli.runtime.errors import LearnerError
 
 Value = TypeVar("Value")

@@ -37,6 +37,6 @@ class Job(Section):
 
 def make_job(config: RunConfig, base: str, *, directory: Path, dtype: str) -> Job:
     """Returns the job for a configuration with a torch learner. `base` is the base model's path on this machine."""
-    assert isinstance(config.learner, TorchLearnerConfig), f"a learner with processes of its own, not {config.learner}"
+    assert isinstance(config.learner, TorchLearnerConfig), f"a learner with its own processes, not {config.learner}"
     model = config.model.model_copy(update={"dtype": dtype})  # the same dtype in all processes
     return Job(base=base, model=model, **vars(LearnerSetup.of(config, directory)))

@@ -1,7 +1,7 @@
 """RemoteMethod: a method answered by another process; and the table of learner methods that all processes answer.
 
 The calling proxy, the answering process and the forwarding node are all built from one table. Parameters and results
-are decoded strictly by the method's annotations. They are MessagePack in base64 (records.py), inside a message from
+are decoded strictly by the method's annotations. They are MessagePack in base64 (wire_records.py), in a message from
 runtime/processes/process_calls.py.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 import msgspec
 
 from art_cli.learners import Learner, Progress
-from art_cli.learners.processes.records import decode, encode
+from art_cli.learners.processes.wire_records import decode, encode
 from art_cli.runtime.errors import LearnerError
 
 LOST = 71  # exit status for processes ending because they lost another process

@@ -75,8 +75,8 @@ START_DEADLINE_S = 300.0  # longest wait for all processes to connect: Python ha
 HUNG_S = 60.0
 STOP_DEADLINE_S = 10.0
 SETTLE_S = 8.0  # longest wait for a node's report after local processes have lost others
-AGAIN = "nothing is lost: run the same command again to go on"
-AGAIN_ON_NODES = "nothing is lost: run the same commands again, here and on the other nodes, to go on"
+AGAIN = "nothing is lost: run the same command again to continue"
+AGAIN_ON_NODES = "nothing is lost: run the same commands again, here and on the other nodes, to continue"
 TAIL_LINES = 8
 Calls = Mapping[str, "asyncio.Future[Any]"]  # process or node name -> its answer
 

@@ -123,7 +123,7 @@ def _check_arguments(function: Json) -> None:
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        raise ValueError(f"the arguments of its call to {function['name'][:80]!r} are no JSON object")
+        raise ValueError(f"the arguments of its call to {function['name'][:80]!r} are not a JSON object")
 
 
 def _as_messages(value: Any, name: str, role: str) -> list[Any]:

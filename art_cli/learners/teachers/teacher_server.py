@@ -180,7 +180,7 @@ class ServerTeacher:
             try:
                 return msgspec.json.decode(await self._post(session, url, body), type=kind)
             except (msgspec.DecodeError, RecursionError) as error:
-                raise LearnerError(f"{self.name}: an answer that is none of vLLM's: {self._shown(error)}") from error
+                raise LearnerError(f"{self.name}: not an answer from vLLM: {self._shown(error)}") from error
             except _Failed as failure:
                 if not is_needed and failure.status in (404, 405, 501):
                     raise

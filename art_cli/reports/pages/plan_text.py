@@ -22,7 +22,7 @@ def plan_text(promise: Promise, *, command: str, budget_usd: float | None = None
     lines = list[str]()
     for question, rows in plan_sections(promise, budget_usd=budget_usd, goal=goal):
         lines += [question, *(f"  {name:14s} {text}".rstrip() for name, text in rows), ""]
-    lines += [f"go on with: {command}"] if command else []
+    lines += [f"continue with: {command}"] if command else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -52,7 +52,7 @@ def _learned(promise: Promise) -> Iterator[Row]:
         yield f"! {doubt.kind}", doubt.text
         yield "", f"try: {doubt.cure}"
     if not promise.doubts:
-        yield "verdict", "nothing was found that stands against it"
+        yield "verdict", "nothing was found against it"
 
 
 def _goal(found: Measured, goal: float) -> str:
@@ -118,7 +118,7 @@ def _compared(promise: Promise) -> Iterator[Row]:
     if asked is not None:
         price = "an unknown price" if asked.usd is None else _dollars(asked.usd)
         num = f"{promise.steps * max(asked.calls, 1):,} questions to {asked.model}"
-        yield "each", f"{attempts:,} attempts; the prompt {num} besides, and no training"
+        yield "each", f"{attempts:,} attempts; the prompt search adds {num}, without training"
         yield "", f"{asked.calls} of them took {duration(asked.seconds)}, {asked.tokens:,} tokens, {price}"
 
 

@@ -55,7 +55,7 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
 
 def _finding(finding: Mapping[str, Any]) -> str:
     kind = KINDS[finding["kind"]]
-    lines = [f"beside it: {reason['text']}" for reason in finding["reasons"]]
+    lines = [f"next to it: {reason['text']}" for reason in finding["reasons"]]
     lines += [f"try: {cure}" for cure in cures(finding)]
     inner = "".join(f"<li>{_text(line)}</li>" for line in lines)
     return f"<li><b>step {span(finding)}: {_text(kind)}</b>: {_text(finding['text'])}<ul>{inner}</ul></li>"

@@ -131,7 +131,7 @@ def _lines(report: Report) -> list[str]:
     lines += ["", head]
     for finding in report["findings"]:
         lines += [f"  step {span(finding)}: {KINDS[finding['kind']]}: {finding['text']}"]
-        lines += [f"    beside it: {reason['text']}" for reason in finding["reasons"]]
+        lines += [f"    next to it: {reason['text']}" for reason in finding["reasons"]]
         lines += [f"    try: {cure}" for cure in cures(finding)]
     return lines
 
@@ -188,7 +188,7 @@ def _proofs(proofs: Mapping[str, int]) -> str:
     if not (undecided := proofs.get("undecided", 0)):
         return ""
     steps = f"{undecided} of {proofs['proven'] + undecided} steps"
-    return f"the engine's were not told from those before in {steps}, whose change was too small against rounding"
+    return f"in {steps} the engine's adapter could not be told from the one before: the change was below rounding"
 
 
 def _time(seconds: Mapping[str, float]) -> str:

@@ -103,7 +103,7 @@ def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tra
         kind = _built_in(config.name)
         tracker = kind(run, config)
     if missing := [name for name in METHODS if not callable(getattr(tracker, name, None))]:
-        raise UsageError(f"{kind.__name__} is no tracker: it has no method {' and no '.join(missing)}")
+        raise UsageError(f"{kind.__name__} is not a tracker: it lacks the method {' and no '.join(missing)}")
     return tracker
 
 

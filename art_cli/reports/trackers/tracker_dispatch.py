@@ -179,7 +179,7 @@ class TrackerThread:
 
     def _leave_out(self, why: str) -> None:
         self.is_left_out = True
-        self._warn(f"{why}; it is left out from here on")
+        self._warn(f"{why}; it is skipped from here on")
 
     def _warn(self, text: str) -> None:
         if not self._is_warned:

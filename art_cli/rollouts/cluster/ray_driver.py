@@ -213,7 +213,7 @@ def _look_for(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_DEADLINE_S).close()
     except OSError as error:
-        cure = "is the cluster running? `ray status` says so there"
+        cure = "is the cluster running? check with `ray status` there"
         raise RolloutError(
             f"rollout.cluster: nothing answers at {address}: {error.strerror or error}; {cure}"
         ) from error

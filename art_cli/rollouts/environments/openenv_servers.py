@@ -145,8 +145,8 @@ class OpenEnvServer:
         try:
             action = json.loads(reply[reply.index("{") : reply.rindex("}") + 1])
         except (ValueError, RecursionError):
-            return _Heard("", None, False, "That is no JSON object. " + ASK + self._schema)
-        return action if isinstance(action, dict) else _Heard("", None, False, "That is no JSON object.")
+            return _Heard("", None, False, "That is not a JSON object. " + ASK + self._schema)
+        return action if isinstance(action, dict) else _Heard("", None, False, "That is not a JSON object.")
 
 
 async def _reply(policy: "Policy", messages: Any) -> str | None:

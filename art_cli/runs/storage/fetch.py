@@ -130,7 +130,7 @@ def _get_one(store: ObjectStore, home: str, path: Path, there: Objects) -> None:
             raise CheckpointError(str(error).replace(str(directory), f"{store.address}/{home}")) from None
         named = STEP_NAME.fullmatch(path.name)
         if named is not None and int(named[1]) != manifest.step:
-            raise CheckpointError(f"{store.address}/{home}: {MANIFEST} is that of step {manifest.step}")
+            raise CheckpointError(f"{store.address}/{home}: {MANIFEST} belongs to step {manifest.step}")
 
 
 # --- for viewing and serving ------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Mirror:
             log.debug("%s", text)
             return
         self._is_warned = True
-        log.warning("%s; training goes on, and uploads are tried again", text)
+        log.warning("%s; training continues, and uploads are tried again", text)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

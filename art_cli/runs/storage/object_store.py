@@ -95,7 +95,7 @@ class ObjectStore:
         kept = {name: _stored(info) for name, info in names.items() if is_safe(name)}
         strange = [name for name in names if name not in kept and not name.endswith("/") and not _is_hidden(name)]
         if strange:
-            log.warning("%s: left out %d objects whose names no run has, such as %r", self.address, len(strange),
+            log.warning("%s: skipped %d objects with names that no run has, such as %r", self.address, len(strange),
                         printable(strange[0], limit=100))  # fmt: skip
         return kept
 

@@ -46,7 +46,7 @@ class SealedReader:
         except (asyncio.IncompleteReadError, OSError):  # the peer or the network is down
             return b""
         if not hmac.compare_digest(_seal(self._key, self._number, message), head[LENGTH:]):
-            raise Tampered("the seal of a message is wrong, so that another party wrote or changed it")
+            raise Tampered("a message has a wrong seal: another party wrote or changed it")
         self._number += 1
         return message
 
@@ -104,7 +104,7 @@ async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secre
     """
     async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
         if await _read(reader, len(MAGIC)) != MAGIC:
-            raise ConnectionError("it is no learner of art, or one of another version")
+            raise ConnectionError("it is not a learner of art, or has another version")
         theirs, ours = await _read(reader, NONCE), os.urandom(NONCE)
         writer.write(ours + _hash(secret, b"dialler", theirs, ours))
         if await _read(reader, 1) != b"+":

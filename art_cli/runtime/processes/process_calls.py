@@ -146,7 +146,7 @@ class CallingEnd:
         except ConnectionError:
             pass
         except ValueError as error:
-            self.fault = f"what it sent is no message of ours: {printable(error, limit=200)}"
+            self.fault = f"it sent an invalid message: {printable(error, limit=200)}"
         finally:
             self._writer.close()
             for pending in self._pending.values():

@@ -107,7 +107,7 @@ class Conversations:
             if entries := outline.read(name):
                 self._restore(entries)
                 self._make_room()
-        log.info("%d conversations go on from before", len(self.open))
+        log.info("%d earlier conversations continue", len(self.open))
 
     def end_idle(self) -> None:
         """Ends conversations after the idle time."""

@@ -209,7 +209,7 @@ def name_targets(directory: Path) -> None:
         with safe_open(tensors, "np") as file:
             layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in file.keys()}  # noqa: SIM118
     except (ValueError, RecursionError, OSError, SafetensorError) as error:
-        raise CheckpointError(f"{directory}: the server's files are no adapter: {one_line(error)}") from None
+        raise CheckpointError(f"{directory}: the server's files are not an adapter: {one_line(error)}") from None
     config.write_bytes(msgspec.json.encode({**fields, "target_modules": sorted(layers)}))
 
 
@@ -225,7 +225,7 @@ def _unpack(file: IO[bytes] | io.BytesIO, path: str, directory: Path) -> None:
                     with (directory / name).open("wb") as target:
                         shutil.copyfileobj(content, target)
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path}: what the server sent is no archive: {one_line(error)}") from None
+        raise CheckpointError(f"{path}: the server did not send an archive: {one_line(error)}") from None
     wanted = WHOLE_FILES if (directory / WHOLE_FILES[1]).is_file() else ADAPTER_FILES
     if missing := [name for name in wanted if not (directory / name).is_file()]:
         raise CheckpointError(f"{path}: the server's archive has no {missing[0]}")

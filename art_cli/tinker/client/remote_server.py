@@ -276,16 +276,16 @@ class RemoteSession:
         while isinstance(cause.__cause__, Exception):  # the SDK's "a previous request failed" hides the reason
             cause = cause.__cause__
         if isinstance(cause, sdk.APIConnectionError):
-            return RemoteError(f"{url}: the connection was lost ({what}); start it again, and go on")
+            return RemoteError(f"{url}: the connection was lost ({what}); start it again, and continue")
         if _is_other_version(cause):
             return RemoteError(
-                f"{url}: it speaks another version of the protocol than tinker {_version(sdk)} here ({what}); "
-                "docs/backend.md says which go together"
+                f"{url}: its protocol version differs from tinker {_version(sdk)} here ({what}); "
+                "docs/backend.md lists versions that work together"
             )
         if isinstance(cause, sdk.NotFoundError) or "was never sent" in str(cause):
             return RemoteError(
                 f"{url}: it no longer has this run's session ({what}), as after a restart; run the same command "
-                "again, and the run goes on from its last checkpoint"
+                "again, and the run continues from its last checkpoint"
             )
         message = _WRAPPED.sub(r"\1", str(getattr(cause, "message", "")) or describe(cause))
         message = printable(self._secrets.redact(message), limit=600)

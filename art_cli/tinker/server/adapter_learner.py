@@ -263,7 +263,7 @@ class AdapterLearner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemory("out of memory: send fewer or shorter data at once") from error
+            raise OutOfMemory("out of memory: send fewer or shorter data in a request") from error
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.weights.device)

@@ -140,7 +140,7 @@ def parse(uri: str) -> Place:
 def place(run: str, kind: str, name: str) -> Place:
     """Raises ChatError 400 if a part is invalid."""
     if not RUN_ID.fullmatch(run):
-        raise invalid(f"{run[:200]!r} is no training run")
+        raise invalid(f"{run[:200]!r} is not a training run")
     if kind not in KINDS:
         raise invalid(f"{kind[:200]!r} is none of {', '.join(KINDS)}")
     if not NAME.fullmatch(name):

@@ -152,7 +152,7 @@ class Models:
         """Returns the client's model. Raises ChatError 404 for unknown models."""
         found = self.models.get(id)
         if found is None or found.run.owner != owner:
-            raise ChatError(404, f"no model {id[:200]!r}; it was unloaded, or the server was started anew")
+            raise ChatError(404, f"no model {id[:200]!r}; it was unloaded, or the server was restarted")
         found.used = time.time()
         return found
 

@@ -48,7 +48,7 @@ class _Budget:
         """Returns the datum. Raises ValueError above the limit."""
         self._left -= sum(array.size for array in datum.arrays.values())
         if self._left < 0:
-            raise ValueError("the request's sparse tensors hold too many numbers; send fewer data at once")
+            raise ValueError("the request's sparse tensors hold too many numbers; send fewer data in a request")
         return datum
 
 
@@ -193,7 +193,7 @@ def _naming(number: int) -> Iterator[None]:
 def _numbers(settings: dict[str, float | str]) -> dict[str, float]:
     for name, value in settings.items():
         if isinstance(value, str) or not math.isfinite(value):
-            raise invalid(f"loss_fn_config.{name}: {value!r} is no finite number")
+            raise invalid(f"loss_fn_config.{name}: {value!r} is not a finite number")
     return {name: float(value) for name, value in settings.items()}
 
 

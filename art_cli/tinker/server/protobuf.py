@@ -56,7 +56,7 @@ def of_proto(tensor: Any) -> Array:
     """Returns a Tensor message as an array. Raises ValueError for inconsistent parts."""
     dtype, shape = DTYPES.get(tensor.dtype), list(tensor.shape)
     if dtype is None:
-        raise ValueError(f"dtype {tensor.dtype} is none that is sent")
+        raise ValueError(f"dtype {tensor.dtype} is not supported")
     if not tensor.HasField("sparse_csr"):
         return _shaped(_numbers(tensor.dense, dtype), shape or None)
     sparse = tensor.sparse_csr
@@ -71,7 +71,7 @@ def int32s(raw: bytes) -> npt.NDArray[np.int64]:
 
 def _numbers(raw: bytes, dtype: str) -> Array:
     if len(raw) % np.dtype(dtype).itemsize:
-        raise ValueError("a tensor whose bytes are no whole numbers")
+        raise ValueError("a tensor with an incomplete last number")
     values = np.frombuffer(raw, dtype)
     return values.astype(np.float64 if dtype == "<f4" else np.int64)
 

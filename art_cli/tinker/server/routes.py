@@ -82,7 +82,7 @@ class Routes:
         self.state.sessions.active(asked.session_id, owner)
         self.state.base.check(asked.base_model)
         if asked.base_model is None and asked.model_path is None:
-            raise invalid("base_model or model_path: one of them says what to sample from")
+            raise invalid("base_model or model_path: name one of them")
         id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         await self.state.samplers.add(id, owner, None if asked.model_path is None else parse(asked.model_path))
         return reply({"type": "create_sampling_session", "sampling_session_id": id})

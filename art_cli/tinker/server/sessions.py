@@ -65,7 +65,7 @@ class Sessions:
         """Returns the client's session. Raises ChatError 404 for unknown sessions."""
         found = self._sessions.get(id)
         if found is None or found.owner != owner:
-            raise ChatError(404, f"no session {id[:200]!r}; it ended, or the server was started anew")
+            raise ChatError(404, f"no session {id[:200]!r}; it ended, or the server was restarted")
         return found
 
     def active(self, id: str, owner: str) -> ClientSession:

@@ -159,7 +159,7 @@ class _Doorkeeper:
             scheme, _, bearer = value.partition(" ")
             sent += [bearer] if scheme.lower() == "bearer" else []
         if len(set(sent)) != 1 or not self._keys.admits(sent[0]):
-            raise ChatError(401, "this server needs a key of its own in X-API-Key: TINKER_API_KEY of the client")
+            raise ChatError(401, "this server needs its own key in X-API-Key: TINKER_API_KEY of the client")
         return owner_of(sent[0])
 
 

@@ -69,7 +69,7 @@ def test_what_cannot_be_played_is_refused_in_words(
         ("{environment: {name: reasoning_gym/countdown, siz: 3}}", "did you mean 'size'?"),
         ("{environment: reasoning_gym/countdown, entry: 'a.py:b'}", "set exactly one of 'entry'"),
         ("{entry: 'a.py:b'}", "set 'scenarios'"),
-        ("{environment: mcp/python server.py}", "has no scenarios of its own; name a file of them"),
+        ("{environment: mcp/python server.py}", "brings no scenarios; name a scenario file"),
         ("{environment: {name: reasoning_gym/x, size: 9}, scenarios: s.jsonl}", "leave one of them out"),
     ],
 )

@@ -18,7 +18,7 @@ SIOCGIFADDR = 0x8915  # ioctl request for an interface's IPv4 address, linux/soc
 LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
 VARIABLE = "ART_NODES_SECRET"
 MIN_LENGTH = 16  # characters; an eavesdropper could guess a shorter secret
-CURE = f"set {VARIABLE} to the same value on every node, such as that of `openssl rand -hex 32`"
+CURE = f"set {VARIABLE} to the same value on every node, such as the output of `openssl rand -hex 32`"
 
 
 class NodeSetup(NamedTuple):

@@ -173,7 +173,8 @@ class Rendezvous:
         except authenticated.SecretRefused:
             log.warning("learner: a node at %s has another %s than this one, and is refused", peer, VARIABLE)
         except (OSError, TimeoutError, ValueError) as error:
-            log.warning("learner: what came from %s is no node: %s", peer, printable(error, limit=200) or "too slow")
+            why = printable(error, limit=200) or "too slow"
+            log.warning("learner: the connection from %s is not a node: %s", peer, why)
         finally:
             self._strangers -= 1
             if not is_admitted:
