@@ -12,7 +12,7 @@ from art_cli.config.schema import PpoConfig
 from art_cli.learners.packs.pack_runner import PackRunner
 from art_cli.learners.packs.packing import Pack
 from art_cli.learners.torch_learner import TorchLearner
-from art_cli.loop import open_run
+from art_cli.loop import running_learner
 from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import LearnerError, OutOfMemory
@@ -96,7 +96,7 @@ def test_a_run_whose_longest_row_does_not_fit_ends_before_it_plays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: nothing was played, no checkpoint was made, and the same command goes on once it fits."""
-    monkeypatch.setattr(open_run, "REHEARSING", ("cpu",))
+    monkeypatch.setattr(running_learner, "REHEARSING", ("cpu",))
     loaded = load_config(
         LETTERS / "config.yaml", [f"runs={tmp_path}", "model.max_length=200", "train.steps=1", "eval=null"]
     )
