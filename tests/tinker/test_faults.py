@@ -201,7 +201,8 @@ FAULTS: dict[str, tuple[Callable[[Setting, Path, pytest.MonkeyPatch], None], str
     "full": (full, "URL: WHAT was not there within N s (engine.timeout_s); the server is slow, or full"),
     "another version": (
         older_server,
-        "URL: its protocol version differs from tinker VERSION here (WHAT); docs/backend.md says which go together",
+        "URL: its protocol version differs from tinker VERSION here (WHAT); docs/backend.md lists versions that work "
+        "together",
     ),
     "another server": (
         another_server,
