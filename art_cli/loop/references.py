@@ -220,9 +220,9 @@ def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Pat
     elif isinstance(judge, RulerJudgeConfig):
         for name, path in (("rubric", judge.rubric), ("instructions", judge.instructions)):
             if path is not None:
-                yield from _text(f"{key}.{name}", directory / path.expanduser())
-        if isinstance(judge.cache, Path) and os.path.isdir(file := directory / judge.cache.expanduser()):
-            yield Wrong(f"{key}.cache", f"{show(file)}: expected a file, got a directory")
+                yield from _text(f"{key}.{name}", path, directory)
+        if isinstance(judge.cache, Path):
+            yield from _not_directory(f"{key}.cache", judge.cache, directory)
         asked: dict[str, JudgeModelConfig] = {key: judge}
         asked |= {f"{key}.panel.{index}": member for index, member in enumerate(judge.panel)}
         for section, model in asked.items():
@@ -248,7 +248,7 @@ def _learner(loaded: LoadedConfig) -> Iterator[Wrong]:
     if (url := getattr(learner, "base_url", None)) is not None:
         yield from _url("learner.base_url", url)
     for name, path in getattr(learner, "parts", {}).items():
-        yield from _text(f"learner.parts.{name}", loaded.directory / path.expanduser())
+        yield from _text(f"learner.parts.{name}", path, loaded.directory)
 
 
 def _sft(loaded: LoadedConfig) -> Iterator[Wrong]:
@@ -374,14 +374,25 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield statement.module.partition(".")[0]
 
 
-def _text(key: str, path: Path) -> Iterator[Wrong]:
+def _text(key: str, path: Path, directory: Path = Path()) -> Iterator[Wrong]:
     try:
+        path = directory / path.expanduser()
         if not os.path.isfile(path):
             yield Wrong(key, _absence(path))
         elif not path.read_text(encoding="utf-8-sig").strip():
             yield Wrong(key, f"{show(path)}: an empty file")
+    except RuntimeError as error:
+        yield Wrong(key, f"{show(path)}: {error}")  # ~user, and there is no such user
     except (OSError, UnicodeDecodeError) as error:
         yield Wrong(key, f"{show(path)}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}")
+
+
+def _not_directory(key: str, path: Path, directory: Path) -> Iterator[Wrong]:
+    try:
+        if os.path.isdir(file := directory / path.expanduser()):
+            yield Wrong(key, f"{show(file)}: expected a file, got a directory")
+    except RuntimeError as error:
+        yield Wrong(key, f"{show(path)}: {error}")
 
 
 def _absence(path: Path) -> str:

@@ -108,7 +108,7 @@ def test_a_new_attempt_under_an_old_id_is_not_taken_for_scored(art: Art, field: 
     setattr(rows[1], field, value)
     write_lines(Path("t.jsonl"), rows)
     code, _, err = judge(art, "t.jsonl")
-    assert code == 1 and "t.scored.jsonl:2: trajectory 'g-1' is another attempt" in err
+    assert code == 1 and "t.scored.jsonl:2: trajectory 'g-1' differs from the attempt with the same id in" in err
     code, out, _ = judge(art, "t.jsonl", "--fresh")
     assert code == (1 if field == "returned_reward" and value is None else 0), out
 
