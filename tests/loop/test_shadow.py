@@ -10,7 +10,7 @@ from statistics import correlation, fmean
 import pytest
 
 from art_cli.cli.preflight.judge_checks import check_shadow
-from art_cli.cli.preflight.opened import Opened, Part
+from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.config.compose import load_config
 from art_cli.judges.shadow_judges import MAX_FAILURES, is_chosen
 from art_cli.loop.train import train
@@ -171,12 +171,12 @@ def test_check_and_train_say_that_a_key_is_missing(project: Path, monkeypatch: p
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     paid = "+shadow.panel={judge: {name: ruler, model: openai/gpt-6.1-sol}, share: 0.1}"
     loaded = load_config(project / "config.yaml", [paid])
-    found = check_shadow(Opened(loaded, project), Part("", loaded))
+    found = check_shadow(Opened(loaded, project), SourcePart("", loaded))
     assert found is not None and not found.is_good and "panel: OPENAI_API_KEY is not set" in found.message
     with pytest.raises(UsageError, match="OPENAI_API_KEY is not set"):
         run(project, "name=other", paid)
     loaded = load_config(project / "config.yaml")
-    found = check_shadow(Opened(loaded, project), Part("", loaded))
+    found = check_shadow(Opened(loaded, project), SourcePart("", loaded))
     assert found is not None and found.is_good and "short (function, 50% of the groups)" in found.message
 
 

@@ -73,7 +73,7 @@ def test_one_that_is_not_installed_is_told_with_its_cure(
 
 @pytest.mark.slow
 def test_art_check_names_the_missing_package_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from art_cli.cli.preflight.opened import Opened, Part
+    from art_cli.cli.preflight.opened import Opened, SourcePart
     from art_cli.cli.preflight.setup_checks import check_trackers
 
     monkeypatch.setattr("art_cli.reports.trackers.find_spec", lambda module: None if module == "trackio" else object())
@@ -81,7 +81,7 @@ def test_art_check_names_the_missing_package_and_key(tmp_path: Path, monkeypatch
 
     def finding(listed: str) -> Any:
         loaded = load_config(LETTERS / "config.yaml", [f"trackers={listed}"])
-        return check_trackers(Opened(loaded, tmp_path), Part("", loaded))
+        return check_trackers(Opened(loaded, tmp_path), SourcePart("", loaded))
 
     assert finding("[]") is None
     assert finding("[tensorboard, otel]")[1:3] == (True, "tensorboard, otel")
