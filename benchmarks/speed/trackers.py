@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from art_cli.config.schema import TrackerConfig
-from art_cli.reports.trackers import TrackedRun, check_installed, make_tracker
+from art_cli.reports.trackers import TrackedRun, check_tracker, make_tracker
 from art_cli.reports.trackers.tracker_dispatch import Trackers, TrackerThread
 from art_cli.runs.run_dir import MetricsLine
 from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Turn
@@ -234,7 +234,7 @@ def main() -> None:
 def measured(case: Case, work: Work, pairs: int, *, is_asked: bool) -> Measured:
     """The case in this Python, or in the readers' where only that one has the package. `is_asked`: this is that one."""
     try:
-        check_installed(case.section.get("name", "none"))
+        check_tracker(TypeAdapter(TrackerConfig).validate_python(case.section))
     except UsageError as error:
         if is_asked:
             raise SystemExit(str(error)) from error

@@ -45,7 +45,7 @@ def fired(rule: dict[str, Any], history: History, pauses: dict[str, tuple[int, f
     """The steps at which the rule fires, asked after each step."""
     steps = [each.number for each in history.updates]
     rules = StopRules([StopRule(**rule)], pauses)
-    return [n for n in steps if rules.after_step(history._replace(updates=history.updates[:n]), n)]
+    return [n for n in steps if rules.after(history._replace(updates=history.updates[:n]), n)]
 
 
 @pytest.fixture
