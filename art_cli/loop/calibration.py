@@ -172,9 +172,9 @@ def read_layout(config: Mapping[str, Any]) -> RunLayout:
 
 
 def _count(section: Mapping[str, Any], key: str, otherwise: int) -> int:
-    """Reads a number from a config section; returns `otherwise` for a missing value, null or "auto"."""
+    """Reads a number from a config section; returns `otherwise` for a missing value, 0, null or "auto"."""
     value = section.get(key)
-    return value if isinstance(value, int) else otherwise
+    return value if isinstance(value, int) and value > 0 else otherwise
 
 
 def _read_step(

@@ -251,7 +251,7 @@ def test_a_base_that_holds_on_to_its_own_layers_is_refused(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["engine=embedded"], "embedded cannot sample from a model that Unsloth loaded: engine=vllm, or learner=torch"),
+        (["engine=embedded"], "embedded cannot sample from Unsloth's model: engine=vllm, or learner=torch"),
         (["model.lora=null"], "lora: null trains all weights, and Unsloth adapters only: learner=torch, or set it"),
     ],
 )

@@ -260,7 +260,7 @@ async def test_a_full_cluster_is_waited_for_and_then_the_run_stops_with_a_line(r
     waiting = ray.make(processes=1, cluster={"resources": {"sandbox": 1}, "wait_s": 1})
     try:
         await waiting.connect()
-        with pytest.raises(RolloutError, match="no place in the cluster was free for 1 s .*the same command continues"):
+        with pytest.raises(RolloutError, match="no place in the cluster was free for 1 s .*run the same command again"):
             await waiting.ready()
     finally:
         await waiting.close()
