@@ -229,7 +229,7 @@ async def test_a_class_of_the_users_own_is_asked_again_if_it_says_that_it_can_be
     scored = await judge_group(judge, rated([0.0, 0.0]))
     await judge.close()
     assert [each.reward for each in scored] == [0, 2] and scored[0].again is not None and scored[0].again.rounds == 1
-    with pytest.raises(UsageError, match="judge.noise.ask_again: judge 'function' has no further votes"):
+    with pytest.raises(UsageError, match="judge.noise.ask_again: judge 'function' has no extra votes"):
         own(tmp_path, rounds=False, ask_again=3)
 
 

@@ -30,5 +30,5 @@ def test_an_adapter_that_does_not_name_its_layers_gets_them_from_its_tensors(tmp
     name_targets(tmp_path)
     assert json.loads(config.read_text()) == {"r": 1, "target_modules": ["q_proj", "v_proj"]}
     config.write_text("[1]")
-    with pytest.raises(CheckpointError, match="no adapter"):
+    with pytest.raises(CheckpointError, match="not an adapter"):
         name_targets(tmp_path)

@@ -70,7 +70,7 @@ def test_what_cannot_be_played_is_refused_in_words(
         ("{environment: reasoning_gym/countdown, entry: 'a.py:b'}", "set exactly one of 'entry'"),
         ("{entry: 'a.py:b'}", "set 'scenarios'"),
         ("{environment: mcp/python server.py}", "brings no scenarios; name a scenario file"),
-        ("{environment: {name: reasoning_gym/x, size: 9}, scenarios: s.jsonl}", "leave one of them out"),
+        ("{environment: {name: reasoning_gym/x, size: 9}, scenarios: s.jsonl}", "remove one key"),
     ],
 )
 def test_a_configuration_is_refused_before_anything_is_imported(tmp_path: Path, rollout: str, words: str) -> None:
