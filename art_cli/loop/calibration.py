@@ -29,7 +29,7 @@ from art_cli.loop.simulation import (
     call_seconds,
     simulate,
 )
-from art_cli.runs.history import read_updates
+from art_cli.runs.history import MAX_NUMBER, read_updates
 from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal
@@ -44,6 +44,7 @@ SHARES = (
 USUAL = 16  # typical number of sequences in a pass
 SECTIONS = ("engine", "learner", "rollout", "judge")  # sections with the layout
 NEEDED = ("sample_s", "judge_s", "train_s")  # required metrics of a step
+MAX_COUNT = 10**6  # larger numbers in a configuration are damage
 MOST_SPAN, SLACK_S = 1.5, 1.0  # a longer span than this, relative and absolute, means several starts
 NUM_CORRECTIONS = 5  # rounds of correction; each round shrinks the error about ten times
 SHORT_S = 1e-6  # lower bound on measured durations, in seconds
@@ -100,9 +101,12 @@ def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: i
 
     Raises DataError if no step was measured, or if numbers are damaged or missing, as in runs of older versions.
     """
-    if not measured:
-        raise DataError("no step was measured", files.root)
-    layout, epochs = read_layout(config := run_config(files)), _count(config.get("train", {}), "epochs_per_step", 1)
+    if not measured or not all(0 <= seconds < MAX_NUMBER for times in measured.values() for seconds in times):
+        raise DataError("no step was measured, or a step has impossible times", files.root)
+    layout, epochs = (
+        read_layout(config := run_config(files)),
+        _count(_mapping(config.get("train")), "epochs_per_step", 1),
+    )
     read = [_read_step(files, *step, layout.agents, epochs, num_groups) for step in measured.items()]
     steps, times = [each.played for each in read], [each.times for each in read]
     seen = list(itertools.chain(*(each.waves for each in read)))
@@ -162,8 +166,8 @@ def _corrected(rates: Rates, factor: float) -> Rates:
 
 def read_layout(config: Mapping[str, Any]) -> RunLayout:
     """Returns the layout for a resolved configuration."""
-    engine, learner, rollout, judge = (config.get(name) or {} for name in SECTIONS)
-    args = {name.replace("_", "-"): value for name, value in (engine.get("args") or {}).items()}
+    engine, learner, rollout, judge = (_mapping(config.get(name)) for name in SECTIONS)
+    args = {name.replace("_", "-"): value for name, value in _mapping(engine.get("args")).items()}
     slots = _count(engine, "max_batch", _count(args, "max-num-seqs", MAX_SLOTS))
     replicas, learners = _count(engine, "replicas", 1), _count(learner, "processes", 1) * _count(learner, "nodes", 1)
     concurrency = _count(rollout, "concurrency", slots * replicas)  # auto: the engine's capacity
@@ -171,10 +175,14 @@ def read_layout(config: Mapping[str, Any]) -> RunLayout:
     return RunLayout(concurrency, replicas, slots, learners, agents, judges)
 
 
+def _mapping(section: Any) -> Mapping[str, Any]:
+    return section if isinstance(section, Mapping) else {}
+
+
 def _count(section: Mapping[str, Any], key: str, otherwise: int) -> int:
-    """Reads a number from a config section; returns `otherwise` for a missing value, 0, null or "auto"."""
+    """Reads a number from a config section; returns `otherwise` if it is missing, "auto" or out of range."""
     value = section.get(key)
-    return value if isinstance(value, int) and value > 0 else otherwise
+    return value if isinstance(value, int) and 0 < value <= MAX_COUNT else otherwise
 
 
 def _read_step(
@@ -238,6 +246,10 @@ def _check(attempts: Sequence[ScoredTrajectory], path: Path) -> None:
     for each in attempts:
         if len(each.spans) != len(each.turns):
             raise DataError(f"{each.id} has no call times: an older version played it", path)
+        numbers = [each.started_at, each.duration_s, *itertools.chain(*each.spans)]
+        numbers += [score.latency_s or 0.0 for score in each.scores] + [turn.kept for turn in each.turns]
+        if not all(0 <= number < MAX_NUMBER for number in numbers) or any(begin > end for begin, end in each.spans):
+            raise DataError(f"{each.id} has impossible times or token counts", path)
 
 
 def _tokens(attempt: ScoredTrajectory) -> int:

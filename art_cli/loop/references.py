@@ -54,7 +54,7 @@ ALL = (
 )
 OF_SOURCES = ("rollout", "judge", "eval")  # sections that a source may override
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-HOST = re.compile(r"[\w.:-]{0,253}", re.ASCII)  # an address or a host name; "" means all addresses of this machine
+HOST = re.compile(r"[\w.:%-]{0,253}", re.ASCII)  # an address or a host name; "" means all addresses of this machine
 LOOKUP_TIMEOUT_S = 3.0  # longest wait for a host name lookup
 MAX_HEADER = 64 * 1024 * 1024  # largest safetensors header in bytes; a model of a thousand layers has a few MiB
 

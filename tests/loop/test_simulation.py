@@ -332,7 +332,21 @@ def test_damaged_runs_are_refused_in_words(tmp_path: Path) -> None:
     run = write_played(tmp_path / "run")
     with pytest.raises(DataError, match="no step was measured"):
         calibrate(run, {})
+    with pytest.raises(DataError, match="a step has impossible times"):
+        calibrate(run, {1: StepTimes(1e300, 0.0, 0.0, 0.0)})
+    hostile = {"engine": {"replicas": -1, "max_batch": 10**12}, "rollout": {"concurrency": "many"}, "learner": 7}
+    hostile |= {"judge": {"concurrency": 2 * 10**9}}
+    run.config_path.write_text(json.dumps(hostile))
+    assert known(run).layout == RunLayout(256, slots=256), "numbers that no configuration can have are not believed"
     lines = run.scored(1)
+    for spans in ([(2.0, 1.0), (3.0, 4.0)], [(0.0, 1e300), (0.0, 1.0)], [(-1.0, 1.0), (2.0, 3.0)]):
+        write_lines(run.scored_path(1), [msgspec.structs.replace(each, spans=spans) for each in lines])
+        with pytest.raises(DataError, match="s1-0 has impossible times or token counts"):
+            known(run)
+    turns = [msgspec.structs.replace(each, kept=-1) for each in lines[0].turns]
+    write_lines(run.scored_path(1), [msgspec.structs.replace(each, turns=turns) for each in lines])
+    with pytest.raises(DataError, match="s1-0 has impossible times or token counts"):
+        known(run)
     write_lines(run.scored_path(1), [msgspec.structs.replace(each, spans=[]) for each in lines])
     with pytest.raises(DataError, match="s1-0 has no call times: an older version played it"):
         known(run)

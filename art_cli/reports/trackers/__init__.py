@@ -100,7 +100,7 @@ def make_tracker(config: TrackerConfig, run: TrackedRun, directory: Path) -> Tra
         kind = resolve(config.entry, base=directory)
         tracker: Tracker = kind(run, **config.options)
     else:
-        kind = _built_in(config.name)
+        kind = _built_in(config.name, directory)
         tracker = kind(run, config)
     if missing := [name for name in METHODS if not callable(getattr(tracker, name, None))]:
         raise UsageError(f"{kind.__name__} is not a tracker: it lacks the method {' and no '.join(missing)}")
@@ -116,18 +116,18 @@ def check_tracker(config: TrackerConfig) -> None:
     """Raises UsageError for a missing package or missing keys of a built-in tracker. No server is asked."""
     if isinstance(config, NoTrackerConfig | OwnTrackerConfig):
         return
-    if check := getattr(_built_in(config.name), "check_keys", None):
+    if check := getattr(_built_in(config.name, Path()), "check_keys", None):
         check()
 
 
-def _built_in(name: str) -> Any:
+def _built_in(name: str, base: Path) -> Any:
     """Returns a built-in tracker's class. Raises UsageError for a missing package."""
     entry, needed = BUILT_INS[name]
     for module in needed:
         if not _is_there(module):
             package = module.replace(".", "-")
             raise UsageError(f"tracker {name}: {package} is not installed; pip install 'art-cli[{name}]'")
-    return resolve(f"{__name__}.{entry}", base=Path())
+    return resolve(f"{__name__}.{entry}", base=base)
 
 
 def _is_there(module: str) -> bool:
