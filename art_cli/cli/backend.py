@@ -151,7 +151,7 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
     path = find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
     log.info("loading %s", given)
     bare = loaded.model.model_copy(update={"lora": None})
-    learner, total = loaded.learner, gpu_bytes(loaded.learner.device)
+    learner = loaded.learner
     if learner.name == "unsloth":
         from art_cli.learners import unsloth
 
@@ -159,6 +159,7 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
         unsloth.check_adapters(weights)
     else:
         weights = load_weights(bare, path, device=learner.device)
+    total = gpu_bytes(learner.device)  # after `load_weights` has checked the device
     if total and isinstance(learner, BaseLearnerConfig) and learner.gradient_checkpointing == "auto":
         size, element, is_4bit = model_size(path), weights.dtype.itemsize, bare.quantize is not None
         is_beside = loaded.engine.name == "vllm"

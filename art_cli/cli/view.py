@@ -81,11 +81,12 @@ async def _serve(
     import asyncio
 
     from art_cli.chat.http_server import serve
-    from art_cli.view.chat import ChatRelay, find_key, find_model
     from art_cli.view.view_app import build_app
 
-    relay: ChatRelay | None = None
+    relay = None
     if endpoint is not None:
+        from art_cli.view.chat import ChatRelay, find_key, find_model
+
         key = find_key()
         relay = ChatRelay(endpoint, model or await find_model(endpoint, key), key)
     answers.start()

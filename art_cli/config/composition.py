@@ -81,16 +81,16 @@ class Composition:
     ) -> DictConfig:
         """Merges, in this order: options in the defaults list, `body`, options in `chosen`."""
         chosen = chosen or {}
+        config = OmegaConf.create()
         try:
             parts = DefaultsList(self.options, chosen).expand(body, file)
-        except (DefaultsError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+            for part in sorted(parts, key=lambda each: each.group in chosen):
+                self._merge(config, self._used(part))
+                if part.file is not None:
+                    self.places.add_file(part.file, read_text(part.file), package=part.package)
+        except (DefaultsError, OmegaConfBaseException, OSError, TypeError, ValueError, RecursionError) as error:
             message = " ".join(str(error).split())
             raise ConfigError([Problem("defaults", self.places.of("defaults"), message)]) from error
-        config = OmegaConf.create()
-        for part in sorted(parts, key=lambda each: each.group in chosen):
-            self._merge(config, self._used(part))
-            if part.file is not None:
-                self.places.add_file(part.file, read_text(part.file), package=part.package)
         return config
 
     def _used(self, part: DefaultsPart) -> DictConfig:

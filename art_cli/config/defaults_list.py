@@ -101,7 +101,7 @@ class DefaultsList:
         items = _items(body)
         listed = {item.group: item.options[0] for item in items if item.options and not item.is_override}
         overrides = {_key(item, folder): item.options or [] for item in items if item.is_override}
-        self._overrides |= overrides.keys()
+        self._overrides |= {key for key in overrides if key.partition("/")[0] != "hydra"}
         self._chosen = overrides | self._chosen
         parts: list[DefaultsPart] = []
         for item in reversed(items):  # the last `override` wins
@@ -156,7 +156,7 @@ class DefaultsList:
 def _items(body: DictConfig) -> list[_Item]:
     """Returns the list's items; `_self_` is last by default. Raises DefaultsError."""
     plain: Any = OmegaConf.to_container(body, resolve=False)
-    listed = plain.get("defaults") or []
+    listed = plain.get("defaults", [])
     if not isinstance(listed, list):
         raise DefaultsError("expected a list, such as [base, {loss: dapo}]")
     items = [_item(item) for item in listed]

@@ -13,7 +13,7 @@ import uuid
 import zipfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -132,8 +132,10 @@ def _found(value: Any, origin: str) -> Iterator[SourceRecord]:
         yield SourceRecord(origin, None, "JSON is nested too deeply")
         return
     items = value if isinstance(value, list) else _enveloped(value)
-    found = {origin: value} if items is None else {f"{origin}, item {n}": item for n, item in enumerate(items, 1)}
-    for name, item in found.items():
+    found: Iterable[tuple[str, Any]] = [(origin, value)]
+    if items is not None:
+        found = ((f"{origin}, item {number}", item) for number, item in enumerate(items, 1))
+    for name, item in found:
         is_record = isinstance(item, dict)
         yield SourceRecord(name, item if is_record else None, "" if is_record else "not a JSON object")
 

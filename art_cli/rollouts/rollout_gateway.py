@@ -345,7 +345,7 @@ class RecordingBackend:
             if call.builder.partial_reply() is not None:
                 self._leave(call)
         self._is_closed = True
-        if not self._in_flight:
+        if self._is_idle():
             self._gateway.calls.idle_s += time.monotonic() - self._idle_since
         for call in self._in_flight:
             call.task.cancel()
@@ -399,9 +399,12 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
-        """Keeps a call in flight. If the attempt ends first, the call is cancelled and its client gets an error."""
-        begin = time.monotonic()
-        if not self._in_flight:
+        """Keeps a call in flight. If the attempt ends first, the call is cancelled and its client gets an error.
+
+        Times, refusals and unexpected errors count for recorded calls, which are the policy's own.
+        """
+        begin, is_own = time.monotonic(), call.request.is_recorded
+        if is_own and self._is_idle():
             self._gateway.calls.idle_s += begin - self._idle_since
         self._in_flight.add(call)
         try:
@@ -415,21 +418,27 @@ class RecordingBackend:
             self._leave(call)
             raise
         except ChatError as error:
-            is_limited = error.status in RATE_LIMITED
+            is_limited = is_own and error.status in RATE_LIMITED
             self._gateway.calls.refused += is_limited
             if error.status >= 500 or is_limited:
                 self.recorder.upstream_error = error.message
             if error.code == CONTEXT_LIMIT:
-                self.recorder.limit, self._num_before_limit = CONTEXT_LIMIT, call.num_admitted
+                self.recorder.limit = CONTEXT_LIMIT
+                self._num_before_limit = call.num_admitted if is_own else self._num_admitted
             raise
         except Exception as error:  # the boundary to the engine: the application makes it a 500
-            self.recorder.upstream_error = f"{type(error).__name__}: {error}"
+            if is_own:
+                self.recorder.upstream_error = f"{type(error).__name__}: {error}"
             raise
         finally:
             call.attempted.end()
             self._in_flight.discard(call)
-            self._idle_since = time.monotonic()
-            self._gateway.calls.busy_s += self._idle_since - begin
+            if is_own:
+                self._idle_since = time.monotonic()
+                self._gateway.calls.busy_s += self._idle_since - begin
+
+    def _is_idle(self) -> bool:
+        return not any(call.request.is_recorded for call in self._in_flight)
 
     def _record(self, call: _Call, reply: Reply) -> None:
         if self._is_closed:

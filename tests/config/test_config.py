@@ -329,12 +329,25 @@ def test_a_secret_under_a_wrong_key_is_not_repeated() -> None:
             "defaults: oops\n",
             "config.yaml:1: defaults: expected a list, such as [base, {loss: dapo}]",
         ),
+        ("defaults: null\n", "config.yaml:1: defaults: expected a list, such as [base, {loss: dapo}]"),
         ("defaults: [{engine: tpu}]\n", "config.yaml:1: defaults: no engine 'tpu'; there are: "),
         ("defaults: [nowhere]\n", "config.yaml:1: defaults: no nowhere.yaml in "),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(text: str, line: str) -> None:
     assert [line] == [found[: len(line)] for found in mistakes(text)]
+
+
+def test_hydras_own_entries_of_a_defaults_list_have_no_effect() -> None:
+    assert load("defaults: [{override hydra/launcher: basic}, override hydra/job_logging: none]\n" + PLAIN) == load(
+        PLAIN
+    )
+
+
+def test_a_mapping_over_an_inherited_list_is_one_line() -> None:
+    write(PLAIN + "trackers: {name: wandb}\n", "base.yaml")
+    [line] = mistakes("defaults: [base]\ntrackers: [{name: wandb}]\n")
+    assert line.startswith("config.yaml:1: defaults: ")
 
 
 def test_a_syntax_error_in_an_inherited_file_names_that_file() -> None:

@@ -3,14 +3,19 @@
 import json
 import math
 import random
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from art_cli.judges.costs import Usage
 from art_cli.judges.providers import MAX_ANSWER
-from art_cli.judges.ruler.verdict import VerdictError, check_document, parse_verdict
+from art_cli.judges.ruler.verdict import Entry, VerdictError, check_document, parse_verdict
+from art_cli.judges.ruler.verdict_cache import StoredVote, VerdictCache
 from tests.support.judges.judge_server import MISBEHAVIOURS, VALID
 
 IDS = ["k4b", "w9c", "t3x"]
@@ -192,3 +197,24 @@ def test_any_text_is_a_whole_verdict_or_refused(text: str) -> None:  # fmt: skip
     except VerdictError:
         return
     assert set(scores) == set(IDS) and all(0 <= score <= 1 for score in scores.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entries": [Entry(math.nan, None), Entry(0.5, None)]},
+        {"entries": [Entry(7.0, None), Entry(0.5, None)]},
+        {"entries": [], "positions": []},
+        {"positions": [900, -1]},
+        {"usage": Usage(cost_usd=-3.0)},
+    ],
+    ids=["not a number", "too high", "empty", "no positions", "a refund"],
+)
+def test_a_stored_vote_out_of_range_is_asked_again(change: dict[str, Any], tmp_path: Path) -> None:
+    """Another program may have written the row, with a valid checksum."""
+    vote = StoredVote([Entry(0.25, "a"), Entry(0.5, None)], [1, 0], Usage(calls=1))
+    with closing(VerdictCache(tmp_path / "v.sqlite")) as cache:
+        cache.put("good", vote)
+        cache.put("bad", msgspec.structs.replace(vote, **change))
+        assert cache.get("good", 2) == vote and cache.get("good", 3) is None
+        assert cache.get("bad", 2) is None

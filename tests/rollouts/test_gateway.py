@@ -573,3 +573,17 @@ async def test_a_call_that_is_not_to_be_recorded_is_answered_and_leaves_no_trace
     seeds = [request.sampling.seed for request in backend.requests]
     assert [seeds[1], seeds[4]] == [call_seed(5, "t0", 0), call_seed(5, "t0", 1)]
     assert len(set(seeds)) == 5
+
+
+async def test_a_rate_limit_of_a_call_that_is_not_recorded_is_no_refusal_of_the_policys_calls() -> None:
+    def busy(request: Request) -> str:
+        raise ChatError(429, "slow down")
+
+    gateway = make_gateway(ScriptedBackend(busy))
+    key = gateway.open("t0")
+    async with calling(gateway, key) as client:
+        for headers, refused, upstream in ((UNRECORDED, 0, None), ({}, 1, "slow down")):
+            with pytest.raises(openai.RateLimitError):
+                await ask(client.with_options(max_retries=0), extra_headers=headers)
+            assert (gateway.calls.refused, gateway._backends[key].recorder.upstream_error) == (refused, upstream)
+    gateway.close(key)

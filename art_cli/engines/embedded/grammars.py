@@ -39,7 +39,6 @@ Thoughts = Literal["begun", "free", "none"]
 CALL, CALL_END, THINK, THINK_END = MARKERS
 MAX_SCHEMA = 128 * 1024  # characters of a schema's JSON; OpenAI admits 120,000
 NAME_KEY, ARGUMENTS_KEY = '{"name": "', ', "arguments": '
-NAME_KEY, ARGUMENTS_KEY = '{"name": "', ', "arguments": '
 Bools = npt.NDArray[np.bool_]
 
 MAX_KEPT = 32  # compiled formats in the cache; a costly format takes some 50 MB

@@ -113,7 +113,7 @@ def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     return subprocess.run(command, env=env, timeout=timeout_s, **streams)
 
 

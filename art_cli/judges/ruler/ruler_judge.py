@@ -188,7 +188,7 @@ class Voter:
         first = self._prompt(group, indices, vote, ask=0)
         key = vote_key(self.member, first)
         async with self._locks.setdefault(key, asyncio.Lock()):  # identical groups wait and reuse the vote
-            if stored := await patiently(lambda: self._cache.get(key)):
+            if stored := await patiently(lambda: self._cache.get(key, len(indices))):
                 self.num_cached += not is_known
                 return stored
             fresh = await self._ask_until_usable(group, indices, vote, first)
@@ -267,7 +267,7 @@ class Voter:
         for part in group.parts_by_example(self._config.max_group):
             for vote in range(self._config.votes):
                 prompt = self._prompt(group, part, vote, ask=0)
-                if self._cache.get(vote_key(self.member, prompt)):
+                if self._cache.get(vote_key(self.member, prompt), len(prompt.ids)):
                     total += CostEstimate(cached=1)
                     continue
                 tokens = self.caller.expected_tokens(prompt.messages, len(part))

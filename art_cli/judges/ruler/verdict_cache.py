@@ -44,6 +44,7 @@ from calls where job = ?
 """
 DIGEST = 16  # checksum bytes at the start of a row
 MAX_ROW = 10_000_000  # bytes; 64 attempts with long explanations take 500 kB
+MAX_COUNT = 1e12  # calls, tokens, dollars or seconds per vote; larger numbers are damage
 BUSY_S = 10.0  # maximum wait for another process's commit
 HELD_MS = 20  # maximum blocking wait inside SQLite, on the event loop
 
@@ -91,8 +92,8 @@ class VerdictCache:
             ) from error
         self._decoder = msgspec.msgpack.Decoder(StoredVote)
 
-    def get(self, key: str) -> StoredVote | None:
-        """Returns the vote stored under a key, if present and intact."""
+    def get(self, key: str, num_attempts: int) -> StoredVote | None:
+        """Returns the vote on `num_attempts` attempts stored under a key, if present, intact and in range."""
         query = "select cast(value as blob) from verdicts where key = ? and length(value) between 1 and ?"
         with self._use() as db:
             row = db.execute(query, (key, MAX_ROW)).fetchone()
@@ -100,9 +101,10 @@ class VerdictCache:
         if not row or row[0][:DIGEST] != _digest(key, value):
             return None
         try:
-            return self._decoder.decode(value)
+            vote: StoredVote = self._decoder.decode(value)
         except (ValueError, RecursionError):  # written by an older version
             return None
+        return vote if _is_usable(vote, num_attempts) else None
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[sqlite3.Connection]:
@@ -158,6 +160,16 @@ async def patiently(work: Callable[[], T]) -> T:
 
 def _digest(key: str, value: bytes) -> bytes:
     return hashlib.sha256(key.encode() + value).digest()[:DIGEST]
+
+
+def _is_usable(vote: StoredVote, num_attempts: int) -> bool:
+    """Returns True if a stored vote is complete and in range; another program may have written it."""
+    is_complete = sorted(vote.positions) == list(range(num_attempts))
+    is_in_range = all(0 <= entry.score <= 1 for entry in vote.entries)  # NaN fails, too
+    usage = vote.usage
+    counts = usage.calls, usage.prompt_tokens, usage.completion_tokens, usage.cost_usd or 0.0, usage.latency_s
+    is_paid = all(0 <= count < MAX_COUNT for count in counts)
+    return len(vote.entries) == num_attempts and is_complete and is_in_range and is_paid
 
 
 def _line(error: Exception) -> str:

@@ -38,16 +38,12 @@ class Algorithm:
     reads_policy = False  # whether credit needs the policy passed to `bind`
     is_pure = True  # whether objective and value_error have no side effects, so packs may be computed in parallel
 
-    _policy: "Reader"  # set by `bind`
-    _numbers: dict[str, float] = {}  # reported by `numbers`
-
     def bind(self, policy: "Reader", directory: Path) -> None:
         """Called once by the learner before training, with the policy for algorithms whose credit needs a model.
 
         `policy.logprobs` reads samples with the policy's current weights. Inside `credit_step` those are the weights
         before the step's updates. Paths in the knobs are relative to `directory`.
         """
-        self._policy = policy
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[Credit | float | None]:
         """Returns [G] each trajectory's advantage for its sampled tokens, or a Credit with token weights.
@@ -66,7 +62,7 @@ class Algorithm:
 
     def numbers(self) -> dict[str, float]:
         """Returns metrics from the last `credit_step`, under their StepMetrics names."""
-        return self._numbers
+        return {}
 
     def after_step(self) -> None:
         """Called in all learner processes after a complete step.

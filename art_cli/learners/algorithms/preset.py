@@ -1,13 +1,17 @@
 """Preset: an algorithm selected by name in the configuration, with the knobs from its section."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.credit import advantages, rewards_of
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms, clip_tokens
 from art_cli.runs.trajectory import ScoredTrajectory
+
+if TYPE_CHECKING:
+    from art_cli.learners.packs.logprob_reader import Reader
 
 Knobs = TypeVar("Knobs", bound=loss_config.PresetConfig)
 ClippedKnobs = TypeVar("ClippedKnobs", bound=loss_config.ClippedLossConfig)
@@ -18,11 +22,19 @@ class Preset(Algorithm, Generic[Knobs]):
     """An algorithm with the knobs from its section. `max_tokens` is the maximum reply length."""
 
     section: ClassVar[type[loss_config.PresetConfig]]  # an experiment's options (loss_config.EXPERIMENTS)
+    _policy: "Reader"  # set by `bind`
+    _numbers: dict[str, float] = {}  # reported by `numbers`
 
     def __init__(self, knobs: Knobs, max_tokens: int) -> None:
         self.knobs, self.max_tokens = knobs, max_tokens
         self.is_scaled = isinstance(knobs, loss_config.ScaledLossConfig) and knobs.scale_advantages
         self.compares_states = knobs.compares_states
+
+    def bind(self, policy: "Reader", directory: Path) -> None:
+        self._policy = policy
+
+    def numbers(self) -> dict[str, float]:
+        return self._numbers
 
 
 class ScaledPreset(Preset[ScaledKnobs]):

@@ -61,6 +61,10 @@ class UserAlgorithm(Algorithm):
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._described(error)}") from error
         self.is_scaled, self.compares_states = bool(self._own.is_scaled), bool(self._own.compares_states)
+        self._numbers: dict[str, float] = {}
+
+    def numbers(self) -> dict[str, float]:
+        return self._numbers
 
     def bind(self, policy: "Reader", directory: Path) -> None:
         with self._calling("bind"):

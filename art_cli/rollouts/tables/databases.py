@@ -37,7 +37,7 @@ def sqlite_rows(path: Path, query: str, columns: Columns, timeout_s: float) -> G
             cursor = database.execute(query)
             if cursor.description is None:
                 raise DataError("the query is empty; it is one SELECT", path)
-            yield from _fetch(cursor, path, columns)
+            yield from _fetch(cursor, path, columns, batch=1)  # a cell may be large, so each row is checked first
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         if any(words in str(error) for words in REFUSALS):
             raise DataError(f"the query is not one SELECT, and nothing else is run: {printable(error)}", path) from None
@@ -108,11 +108,11 @@ def _interrupt(database: Any, late: threading.Event) -> None:
     database.interrupt()
 
 
-def _fetch(cursor: Any, path: Path, columns: Columns) -> Generator[TableRow]:
+def _fetch(cursor: Any, path: Path, columns: Columns, *, batch: int = BATCH_ROWS) -> Generator[TableRow]:
     names = [column[0] for column in cursor.description]
     wanted = [(name, names.index(name)) for name in columns.wanted(names, path)]
     number = 0
-    while values := cursor.fetchmany(BATCH_ROWS):
+    while values := cursor.fetchmany(batch):
         for row in values:
             number += 1
             yield TableRow(f"{path}, row {number}", {name: row[place] for name, place in wanted})
