@@ -147,7 +147,7 @@ class TorchLearner(Learner):
             self.optimizer.counts.entropy = self.optimizer.counts.entropy.after(
                 metrics.entropy, floor=self.loss.entropy_floor, step=self.loss.entropy_step
             )
-        numbers = self.algorithm.numbers()
+        numbers = dict(self.algorithm.numbers())
         if metrics.num_updates and self.runner.can_pack is not None:
             numbers |= {"packed": float(self.runner.can_pack)}
         if metrics.num_updates and bonus is not None:

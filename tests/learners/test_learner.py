@@ -98,6 +98,8 @@ def test_saved_and_loaded_the_next_step_is_bit_identical(tmp_path: Path) -> None
     assert one.grad_clip < one.grad_norm and one.update_kl > 0 and one.entropy_coefficient == pytest.approx(0.02)
     assert [(m.grad_clip, m.update_kl, m.loss) for m in (one, two)] == [(one.grad_clip, one.update_kl, one.loss)] * 2
     assert second.optimizer.counts == first.optimizer.counts
+    third = learner(tiny_weights(), GrpoConfig()).step(groups)
+    assert math.isnan(third.entropy_coefficient)  # the numbers of one learner do not appear in another's
     for name, parameter in first.parameters.items():
         assert torch.equal(parameter, second.parameters[name]), name
 

@@ -281,7 +281,7 @@ def test_a_step_that_was_made_again_after_a_loss_is_proven_and_said(run: RunDir)
     asyncio.run(train(load_config(CONFIG, settings)))
     assert flaws(run) == []
     done = forked.run(["prove", str(run.root)], timeout=60)
-    assert done.returncode == 0 and "  step 2 was made again, after a loss" in done.stdout
+    assert done.returncode == 0 and "  step 2 was made again after a loss" in done.stdout
 
 
 def test_the_certificate_of_a_step_that_was_done_again_is_whole(trained: RunDir, tmp_path: Path) -> None:

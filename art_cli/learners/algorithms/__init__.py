@@ -10,7 +10,7 @@ defines its config section (gigpo.py). pack_loss.py sums the results, pack by pa
 and numbers, in float32 for any model dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ class Algorithm:
         """
         return [self.credit(group) for group in groups]
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> Mapping[str, float]:
         """Returns metrics from the last `credit_step`, under their StepMetrics names."""
         return {}
 

@@ -1,7 +1,8 @@
 """Preset: an algorithm selected by name in the configuration, with the knobs from its section."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from art_cli.config.sections import loss_config
@@ -23,7 +24,7 @@ class Preset(Algorithm, Generic[Knobs]):
 
     section: ClassVar[type[loss_config.PresetConfig]]  # an experiment's options (loss_config.EXPERIMENTS)
     _policy: "Reader"  # set by `bind`
-    _numbers: dict[str, float] = {}  # reported by `numbers`
+    _numbers: Mapping[str, float] = MappingProxyType({})  # reported by `numbers`
 
     def __init__(self, knobs: Knobs, max_tokens: int) -> None:
         self.knobs, self.max_tokens = knobs, max_tokens
@@ -33,7 +34,7 @@ class Preset(Algorithm, Generic[Knobs]):
     def bind(self, policy: "Reader", directory: Path) -> None:
         self._policy = policy
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> Mapping[str, float]:
         return self._numbers
 
 
