@@ -290,7 +290,7 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
     for knob, (is_set, why) in unsayable.items():
         if is_set:
             yield f"{section}.{knob}", f"cannot be expressed in the Tinker protocol: it {why}"
-    if train.max_kl is not None:
+    if train.kl_bound is not None:
         yield "train.max_kl", "draws weights back, and these are the server's; null, with train.epochs_per_step lower"
 
 

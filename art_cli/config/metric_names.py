@@ -57,7 +57,7 @@ NEEDS: dict[str, Need] = {
     "kl_cov": ("loss.kl_cov", lambda config: config.learns_by.kl_cov is not None),
     "entropy_coefficient": ("loss.entropy_floor", lambda config: config.learns_by.entropy_floor is not None),
     "off_policy_masked": ("loss.off_policy", lambda config: config.learns_by.off_policy is not None),
-    **dict.fromkeys(("update_kl", "update_share"), ("train.max_kl", lambda config: config.train.max_kl is not None)),
+    **dict.fromkeys(("update_kl", "update_share"), ("train.max_kl", lambda config: config.train.kl_bound is not None)),
     **dict.fromkeys(
         ("value_loss", "value_mean", "explained_variance"),
         ("loss=ppo", lambda config: isinstance(config.learns_by, schema.PpoConfig) or config.algorithm is not None),

@@ -286,7 +286,7 @@ class TorchLearner(Learner):
 
     @contextlib.contextmanager
     def taking(self, plan: PlannedStep) -> Iterator[float]:
-        first, is_bounded = plan.parts[0], self.train_config.max_kl is not None
+        first, is_bounded = plan.parts[0], self.train_config.kl_bound is not None
         for part in plan.parts:  # on a GPU, an id past the vocabulary would end the process
             check_fits(part, max_length=self.weights.max_length, vocabulary=self.weights.vocabulary)
         is_undone = self.train_config.epochs_per_step * len(plan.parts) > 1 or is_bounded
@@ -315,7 +315,7 @@ class TorchLearner(Learner):
     def forward(self, update: Update, at: Pass, *, is_first: bool) -> Update:
         if is_first:
             return update
-        return self.gradient.look_ahead(update, at, always=self.train_config.max_kl is not None)
+        return self.gradient.look_ahead(update, at, always=self.train_config.kl_bound is not None)
 
     def backward(self, update: Update, at: Pass) -> Update:
         logprobs = self.gradient.accumulate(update, at)
@@ -323,13 +323,12 @@ class TorchLearner(Learner):
 
     def apply(self, sent: Update, at: Pass) -> bool:
         """Returns whether the policy is still within `max_kl`. If not, the update is moved back until it is."""
-        before = {} if self.train_config.max_kl is None else self.optimizer.remember()
+        bound = self.train_config.kl_bound
+        before = {} if bound is None else self.optimizer.remember()
         self._apply(sent, at.statistics)
-        if self.train_config.max_kl is None or not self._moves_policy(sent):
+        if bound is None or not self._moves_policy(sent):
             return True
-        held = hold(
-            self.gradient, self.optimizer, sent, before, max_kl=self.train_config.max_kl, heartbeat=at.heartbeat
-        )
+        held = hold(self.gradient, self.optimizer, sent, before, max_kl=bound, heartbeat=at.heartbeat)
         at.statistics.update_kl, at.statistics.update_share = held
         return held.share == 1
 

@@ -28,12 +28,13 @@ log = logging.getLogger(__name__)
 
 OLDER_RATE = 1e-5  # learning rate of runs whose record lacks one
 MAX_DRAWING = 256 * 2**10  # maximum size of a drawing, in bytes
-OPEN = ("model.dtype", "train.learning_rate")  # keys that may stay `auto` until the base model is known
+OPEN = ("model.dtype", "train.learning_rate", "train.max_kl")  # keys that may stay `auto` until the base model is known
+KEPT = ("train.max_kl", "loss.scale_advantages")  # a run keeps its values when the defaults change
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
 
 def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
-    """Fills open values with the run's dtype, context and learning rate.
+    """Fills open values with the run's dtype, context, learning rate and earlier defaults.
 
     A run without a checkpoint fixes nothing yet. The context is filled only if art chose it, because a user's value
     belongs to the configuration.
@@ -58,6 +59,13 @@ def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
         if value:
             reason = reasons.get(key.partition(".")[2]) or f"as in {run.root}"
             loaded = loaded.with_value(key, value, str(reason))
+    for key in KEPT:
+        section, _, name = key.partition(".")
+        now, then = getattr(loaded.config, section), record.get(section)
+        if isinstance(then, Mapping) and name in then and hasattr(now, name) and name not in now.model_fields_set:
+            with contextlib.suppress(ValidationError):  # check_record reports a record without meaning
+                value = getattr(type(now).model_validate({**now.model_dump(), name: then[name]}), name)
+                loaded = loaded.with_value(key, value, f"as in {run.root}")
     return loaded
 
 

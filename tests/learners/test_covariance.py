@@ -81,7 +81,7 @@ def test_the_gradient_of_kl_cov_is_that_of_one_token_at_a_time() -> None:
     found, plain = gradient(GrpoConfig(kl_cov=0.3, kl_cov_weight=5.0, **knobs)), gradient(GrpoConfig(**knobs))
     tokens = []  # (advantage, logprob that the engine told, ids, place)
     for group in GROUPS:
-        for trajectory, advantage in zip(group, advantages(rewards_of(group), scale=True), strict=True):
+        for trajectory, advantage in zip(group, advantages(rewards_of(group), scale=False), strict=True):
             for ids, places in leaves(trajectory.turns):
                 tokens += [(advantage, turn.logprobs[at], ids, (place, turn, at)) for place, turn, at in places]
     tokens = [token for token in tokens if token[0] != 0]

@@ -45,6 +45,7 @@ def played(states: str, reward: float, *, index: int = 0) -> ScoredTrajectory:
 
 
 # Three attempts at one scenario. B is in two of them, and twice in the first.
+SCALED = GrpoConfig(scale_advantages=True)
 GROUP = [played("ABB", 1.0, index=0), played("AC", 0.0, index=1), played("AB", 0.0, index=2)]
 
 
@@ -197,7 +198,7 @@ def test_without_a_step_weight_gigpo_is_grpo(group: list[ScoredTrajectory]) -> N
     weights = [
         [token_weights(each, credit) for each, credit in zip(group, algorithm.credit(group), strict=True)]  # type: ignore[arg-type]
         for algorithm in (
-            build_algorithm(loss, max_tokens=10) for loss in (GigpoConfig(name="gigpo", step_weight=0.0), GrpoConfig())
+            build_algorithm(loss, max_tokens=10) for loss in (GigpoConfig(name="gigpo", step_weight=0.0), SCALED)
         )
     ]
     for ours, theirs in zip(*weights, strict=True):

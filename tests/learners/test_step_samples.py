@@ -42,7 +42,9 @@ def test_advantages_are_of_each_group_apart() -> None:
     """Rewards 0, 1 and 5, 6: in both groups -1/2 and 1/2, over a deviation of sqrt(1/2)."""
     groups = [answers(0.0, 1.0, group="a"), answers(5.0, 6.0, group="b")]
     half = 0.5 / 0.5**0.5
-    assert advantage_of(groups, GrpoConfig()) == pytest.approx({"a/0": -half, "a/1": half, "b/0": -half, "b/1": half})
+    expected = {"a/0": -half, "a/1": half, "b/0": -half, "b/1": half}
+    assert advantage_of(groups, GrpoConfig(scale_advantages=True)) == pytest.approx(expected)
+    assert advantage_of(groups, GrpoConfig()) == advantage_of(groups, DrGrpoConfig(name="dr_grpo"))
     assert advantage_of(groups, DrGrpoConfig(name="dr_grpo"))["a/0"] == -0.5
 
 

@@ -20,7 +20,7 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import EmbeddedEngineConfig, RunConfig, TorchLearnerConfig, VllmEngineConfig
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
-from art_cli.loop.decide import decide_by_base, decide_engine, describe
+from art_cli.loop.decide import MAX_KL, decide_by_base, decide_engine, describe
 from art_cli.loop.engine_choice import AutoChoice, Machine, choose_engine
 from art_cli.loop.record import claim_config
 from art_cli.models import loading, precision
@@ -220,6 +220,23 @@ def test_a_small_model_has_float32_on_a_gpu_if_its_engine_is_embedded(
     loaded = load(project, *overrides, "train.learning_rate=1e-5")
     base = save_tiny_base(project / "tiny")
     assert decide_by_base(loaded, base).config.model.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        ([], MAX_KL),
+        (["train.max_kl=0.2"], 0.2),
+        (["train.max_kl=null"], None),
+        (["learner=tinker", "engine={name: tinker, url: 'http://127.0.0.1:1', base_model: tiny}"], None),
+    ],
+)
+def test_a_step_is_bounded_where_weights_can_be_drawn_back(
+    project: Path, overrides: list[str], bound: float | None
+) -> None:
+    loaded = decide_by_base(load(project, "model.dtype=float32", *overrides), save_tiny_base(project / "tiny"))
+    assert loaded.config.train.kl_bound == bound
+    assert ("max_kl" in loaded.auto) == (not any("max_kl" in each for each in overrides))
 
 
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:

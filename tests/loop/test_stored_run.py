@@ -3,6 +3,7 @@
 stored_run.tar.gz is `art train tests/letters/config.yaml train.steps=2`, written by an older art, without logs.
 """
 
+import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,8 @@ def test_a_stored_run_goes_on_with_its_third_step(stored: Path, art: Art) -> Non
     new, old = (run.checkpoint_path(step) / "adapter_model.safetensors" for step in (3, 2))
     assert new.read_bytes() != old.read_bytes()
     assert len(run.trajectories(2)) == 12
+    config = json.loads(run.config_path.read_text())  # the defaults of the older art
+    assert config["loss"]["scale_advantages"] and config["train"]["max_kl"] is None and config["changes"] == []
 
 
 def test_a_stored_run_is_reported_and_viewed(stored: Path, art: Art, tmp_path: Path) -> None:

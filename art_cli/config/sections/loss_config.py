@@ -174,6 +174,9 @@ class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
     """GRPO (Shao et al. 2024, arXiv:2402.03300): PPO clip, mean over all sampled tokens in the step."""
 
     name: Literal["grpo"] = "grpo"
+    scale_advantages: bool = False
+    """Divides advantages by the group's standard deviation, as the paper does. Then a group with one small reward
+    counts as much as a group with one large reward, and a policy freezes on the first path that pays."""
 
 
 class DrGrpoConfig(ClippedLossConfig):

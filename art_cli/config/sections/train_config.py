@@ -290,10 +290,10 @@ class TrainConfig(Section):
     epochs_per_step: PositiveInt = 4
     """How often a step trains on each trajectory. Every epoch makes `updates_per_step` optimizer steps. With 4 a policy
     needs a fraction of the rollouts (benchmarks/results/LEARNING.md); 1 is for runs that training limits."""
-    max_kl: PositiveFloat | None = None
+    max_kl: PositiveFloat | Literal["auto"] | None = "auto"
     """The policy's largest movement in a step: KL(before || after) in nats per token, estimated by k3 on trained
-    tokens. A larger update is halved until it fits, and is the step's last. It costs a forward pass. null: neither
-    measured nor bounded."""
+    tokens. A larger update is halved until it fits, and is the step's last. It costs a forward pass. auto: 0.05 for a
+    learner that holds the weights, null for a server's. null: neither measured nor bounded."""
     max_staleness: Count = 0
     """The largest age in steps of the policy that sampled a token. 0: on-policy; engine and learner take turns. 1 or
     more: later batches are sampled while the learner works; needs `loss.off_policy`."""
@@ -316,6 +316,11 @@ class TrainConfig(Section):
         """The learning rate; loop/decide.py replaces "auto" before."""
         assert self.learning_rate != "auto", "train.learning_rate is decided when the base model is known"
         return self.learning_rate
+
+    @property
+    def kl_bound(self) -> float | None:
+        """The bound on a step's KL; None without a bound. loop/decide.py replaces "auto" before."""
+        return None if self.max_kl == "auto" else self.max_kl
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields (knob, message) for settings that have no effect."""
