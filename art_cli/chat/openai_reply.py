@@ -195,8 +195,10 @@ def _message(given: Json) -> Json:
         del message["role"]
     if "function_call" in message:  # OpenAI's form before tools
         message["tool_calls"] = [{"function": message.pop("function_call")}]
-    calls = message.get("tool_calls", [])
-    if calls:
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        if not isinstance(calls, dict | list):
+            raise ValueError(f"tool_calls: a {_kind(calls)} in place of a list")
         message["tool_calls"] = [_call(call) for call in ([calls] if isinstance(calls, dict) else calls)]
     return message
 

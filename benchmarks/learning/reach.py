@@ -1,24 +1,29 @@
-"""Attempts until the demo's agent is right nine times of ten: ours beside TRL's script, each from the same base.
+"""Attempts until a real model has learned a task: art's default, its default of before, and TRL's script.
 
-    python -m benchmarks.learning.reach                          # both sides, three seeds: hours on two cores
-    python -m benchmarks.learning.reach --seeds 0 --sides art
-    python -m benchmarks.learning.reach --table                  # runs nothing; prints the table
+    python -m benchmarks.learning.reach                                  # all that is missing; hours on two cores
+    python -m benchmarks.learning.reach --only parcels --seeds 0
+    python -m benchmarks.learning.reach --only parcels --sides default "rollout.groups_per_step=4"
+    python -m benchmarks.learning.reach --table                          # runs nothing; prints the tables
 
-Ours is `art train` on the recipe's config.yaml as it is. TRL's is benchmarks/speed/loop_trl.py at the fastest of its
-settings, with the same scenarios in the same order, the same adapter, epochs, sampling and learning rate; its rate
-falls linearly to 0 over its steps. A side has reached the reward with the first step whose attempts have that mean.
-TRL may take twice as many steps as the recipe, and ends where it has reached the reward. Every run is a row of
-benchmarks/results/reach.jsonl, with the mean reward of each step; rows that are there are not run again.
+A side is `default`, `before` (advantages divided by the deviation, no bound on a step), `trl`, or settings of `art
+train` with spaces between them. All sides play the same attempts in total, in the same order, and share base and
+adapter. TRL's is benchmarks/speed/loop_trl.py at the fastest of its settings, for the assistant alone.
+
+Every run is a row of benchmarks/results/reach.jsonl: the mean reward of each step, and the share of right answers among
+held-out scenarios by attempts. Rows that are there are not run again. A run has reached the target with the first
+window of 64 attempts whose mean reward is above it.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from art_cli.config.compose import load_config
 from art_cli.loop.decide import decide_by_base
@@ -30,34 +35,61 @@ from benchmarks.speed.loop_shapes import SHAPES
 
 ROWS = ROOT / "benchmarks" / "results" / "reach.jsonl"
 SHAPE = SHAPES["demo"]
-REWARD = 0.9
 DEADLINE_S = 6 * 3600.0  # longest time for one run
+WINDOW = 64  # attempts over which a reward is averaged
+BEFORE = ("loss.scale_advantages=true", "train.max_kl=null")
+SIDES = {"default": (), "before": BEFORE}
 
 
-def train_art(base: Path, runs: Path, seed: int) -> list[float]:
-    """Returns the mean reward of each step's attempts."""
-    name = f"art-{seed}"
-    given = [f"model.base={base}", f"train.seed={seed}", "eval=null", f"name={name}", f"runs={runs}"]
-    _python("-m", "art_cli", "train", str(SHAPE.config), *given)
-    return read_art(runs, seed)
+class Task(NamedTuple):
+    """A task with a real model, and the mean reward that counts as learned."""
+
+    config: Path
+    attempts: int  # of a whole run
+    target: float
 
 
-def read_art(runs: Path, seed: int) -> list[float]:
-    return [line.metrics["reward_mean"] for line in RunDir(runs / f"art-{seed}").metrics() if line.split == "train"]
+TASKS = {
+    "assistant": Task(SHAPE.config, 896, 0.9),
+    "parcels": Task(ROOT / "benchmarks" / "learning" / "tasks" / "parcels.yaml", 640, 0.6),
+}
 
 
-def train_trl(base: Path, runs: Path, seed: int, steps: int) -> list[float]:
+def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[str, Any]:
+    """Returns the row of one run of `art train`, which is continued if it is there."""
+    settings = list(SIDES.get(side, side.split()))
+    rollout = load_config(task.config, settings).config.rollout
+    of_step = rollout.group_size * rollout.groups_per_step
+    sizes = [f"train.steps={task.attempts // of_step}", f"eval.every={2 * WINDOW // of_step}"]
+    _python(
+        "-m",
+        "art_cli",
+        "train",
+        str(task.config),
+        f"train.seed={seed}",
+        f"name={name}",
+        f"runs={runs}",
+        *sizes,
+        *settings,
+    )
+    return read_art(RunDir(runs / name), of_step)
+
+
+def read_art(run: RunDir, of_step: int) -> dict[str, Any]:
+    rewards = [line.metrics["reward_mean"] for line in run.metrics() if line.split == "train"]
+    right = {step * of_step: values["right"] for step, values in sorted(run.evaluations().items())}
+    return {"attempts": of_step, "rewards": rewards, "right": right}
+
+
+def train_trl(base: Path, runs: Path, name: str, seed: int, task: Task) -> dict[str, Any]:
     loaded = load_config(SHAPE.config, [f"model.base={base}"])
     rate = decide_by_base(loaded, str(base)).config.train.rate
     settings = [f"train.seed={seed}", f"train.learning_rate={rate}"]
-    told = [SHAPE.name, str(base), *SHAPE.trl, "--steps", str(steps), "--until", str(REWARD), *settings]
-    _python("-m", "benchmarks.speed.loop_trl", *told, output=runs / f"trl-{seed}.jsonl")
-    return read_trl(runs, seed)
-
-
-def read_trl(runs: Path, seed: int) -> list[float]:
-    lines = (runs / f"trl-{seed}.jsonl").read_text().splitlines()
-    return [json.loads(line)["reward"] for line in lines if line.startswith("{")]
+    steps = 2 * task.attempts // WINDOW
+    told = [SHAPE.name, str(base), *SHAPE.trl, "--steps", str(steps), "--until", str(task.target), *settings]
+    _python("-m", "benchmarks.speed.loop_trl", *told, output=runs / f"{name}.jsonl")
+    lines = (runs / f"{name}.jsonl").read_text().splitlines()
+    return {"attempts": WINDOW, "rewards": [json.loads(line)["reward"] for line in lines if line.startswith("{")]}
 
 
 def _python(*arguments: str, output: Path = Path(os.devnull)) -> None:
@@ -71,43 +103,58 @@ def _python(*arguments: str, output: Path = Path(os.devnull)) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-800:]}")
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns a Markdown table of the attempts that each run took."""
-    attempts = {(row["side"], row["seed"]): row for row in rows}
-    lines = ["| side | seed | attempts to 0.9 | reward of each step |", "|---|---|---|---|"]
-    for (side, seed), row in sorted(attempts.items()):
-        step = next((i for i, reward in enumerate(row["rewards"], 1) if reward >= REWARD), None)
-        taken = f"more than {len(row['rewards']) * row['attempts']}" if step is None else str(step * row["attempts"])
-        lines.append(f"| {side} | {seed} | {taken} | {' '.join(f'{reward:.2f}' for reward in row['rewards'])} |")
+def reached(row: dict[str, Any], target: float) -> int | None:
+    """Returns the attempts after which the window's mean reward is above the target; None: never."""
+    per_window = max(1, WINDOW // row["attempts"])
+    for end in range(per_window, len(row["rewards"]) + 1):
+        if statistics.fmean(row["rewards"][end - per_window : end]) >= target:
+            return int(end * row["attempts"])
+    return None
+
+
+def table(rows: Sequence[dict[str, Any]], name: str) -> str:
+    """Returns a Markdown table of a task's sides."""
+    target, sides = TASKS[name].target, defaultdict(list)
+    for row in rows:
+        if row["task"] == name:
+            sides[row["side"]].append(row)
+    lines = [f"| {name} | seeds | attempts to {target:g} | right by attempts, held out |", "|---|---|---|---|"]
+    for side, of_side in sides.items():
+        taken = [reached(row, target) for row in sorted(of_side, key=lambda row: int(row["seed"]))]
+        played = max(len(row["rewards"]) * row["attempts"] for row in of_side)
+        right = defaultdict(list)
+        for row in of_side:
+            for attempts, share in row.get("right", {}).items():
+                right[int(attempts)].append(share)
+        curve = ", ".join(f"{attempts}: {statistics.fmean(of):.2f}" for attempts, of in sorted(right.items()))
+        told = " ".join(f"above {played}" if each is None else str(each) for each in taken)
+        lines.append(f"| {side} | {len(of_side)} | {told} | {curve or '-'} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sides", nargs="+", choices=["art", "trl"], default=["art", "trl"])
+    parser.add_argument("--sides", nargs="+", default=["default", "before", "trl"])
     parser.add_argument("--runs", type=Path, default=ROOT / ".scratch" / "reach", help="base and runs are kept here")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--broken-off", action="store_true", help="the steps of runs that were broken off become rows")
     given = parser.parse_args()
     rows = read_rows(ROWS)
-    known = {(row["side"], row["seed"]) for row in rows}
+    known = {(row["task"], row["side"], row["seed"]) for row in rows}
     given.runs.mkdir(parents=True, exist_ok=True)
-    config = load_config(SHAPE.config, []).config
-    for seed in given.seeds if not given.table else []:
-        for side in given.sides:
-            if (side, seed) in known:
-                continue
-            if given.broken_off:
-                found = read_art(given.runs, seed) if side == "art" else read_trl(given.runs, seed)
-            elif side == "art":
-                found = train_art(make_base(SHAPE, given.runs), given.runs, seed)
-            else:
-                found = train_trl(make_base(SHAPE, given.runs), given.runs, seed, 2 * config.train.steps)
-            attempts = config.rollout.group_size * config.rollout.groups_per_step
-            rows.append({"side": side, "seed": seed, "attempts": attempts, "rewards": found})
-            append_row(ROWS, rows[-1])
-    print(table(rows))
+    plan = [(task, side, seed) for task in given.only for seed in given.seeds for side in given.sides]
+    for task, side, seed in plan if not given.table else []:
+        if (task, side, seed) in known or (side == "trl" and task != "assistant"):
+            continue
+        name = f"{task}-{side}-{seed}".replace(" ", "_").replace("=", "-")
+        if side == "trl":
+            found = train_trl(make_base(SHAPE, given.runs), given.runs, name, seed, TASKS[task])
+        else:
+            found = train_art(TASKS[task], side, given.runs, name, seed)
+        rows.append({"task": task, "side": side, "seed": seed, **found})
+        append_row(ROWS, rows[-1])
+    print("\n\n".join(table(rows, task) for task in given.only))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,9 @@ Floats = npt.NDArray[np.float64]
 FLIPS = RewardNoise(false_positive=0.2, false_negative=0.3)
 
 
+SCALED = GrpoConfig(scale_advantages=True)
+
+
 def group_of(*rewards: float, known: RewardNoise | None = FLIPS, group: str = "g") -> list[ScoredTrajectory]:
     found = [
         scored([turn([1, 2], [3 + index])], reward, index=index, group=group) for index, reward in enumerate(rewards)
@@ -48,7 +51,7 @@ def group_of(*rewards: float, known: RewardNoise | None = FLIPS, group: str = "g
 
 
 def batch_of(groups: list[list[ScoredTrajectory]], loss: GrpoConfig | DrGrpoConfig | None = None) -> StepSamples:
-    return make_step_samples(with_reliability(groups), build_algorithm(loss or GrpoConfig(), max_tokens=10))
+    return make_step_samples(with_reliability(groups), build_algorithm(loss or SCALED, max_tokens=10))
 
 
 # --- flip rates -------------------------------------------------------------------------------------------------------
@@ -200,7 +203,7 @@ def test_the_groups_of_an_older_file_give_the_advantages_and_metrics_that_they_g
     stored = msgspec.json.decode((Path(__file__).parent / "scored_step.json").read_bytes())
     lines = [msgspec.convert(line, ScoredTrajectory) for line in stored["lines"]]
     groups = with_reliability(list(by_group(lines).values()))
-    for loss in (GrpoConfig(), DrGrpoConfig(name="dr_grpo")):
+    for loss in (SCALED, DrGrpoConfig(name="dr_grpo")):
         samples = [sample for group in batch_of(groups, loss).groups for sample in group]
         assert {each.trajectory_id: each.advantages.item() for each in samples} == stored["advantages"][loss.name]
     assert reliability_numbers(groups) == pytest.approx(stored["numbers"], rel=1e-12)
