@@ -42,8 +42,8 @@ FAILED = "failed."  # prefix of the metrics that count failures by kind
 NEAR = 2  # number of updates averaged for a policy; more would hide a fast collapse
 
 THAW = (
-    "a fresh run (--fresh) with a smaller train.learning_rate or train.epochs_per_step=1; then loss.entropy_floor; "
-    "then a warm-up on the best attempts (art sft --best-of)"
+    "a fresh run (--fresh) with a smaller train.max_kl and loss.scale_advantages=false; then "
+    "loss.entropy_floor; then a warm-up on the best attempts (art sft --best-of)"
 )
 MORE_GROUPS = "more groups (rollout.groups_per_step) for a less noisy step"
 SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"

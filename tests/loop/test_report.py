@@ -273,9 +273,7 @@ def test_a_short_run_with_one_answer_left_is_frozen_and_told_once_while_it_lasts
     [found] = find(History(_updates(**plain), []))
     assert (found.kind, found.step, found.until) == ("frozen", 7, 8)
     assert "the entropy is 0.1 nats, reward 0.460; stuck: pool.booking 0.25" in found.text
-    places = [
-        found.cure.index(word) for word in ("train.learning_rate", "epochs_per_step=1", "entropy_floor", "best-of")
-    ]
+    places = [found.cure.index(word) for word in ("train.max_kl", "scale_advantages", "entropy_floor", "best-of")]
     assert places == sorted(places)
     for others in (
         {"no_signal_share": [0.5] * 7 + [1.0]},  # one step may be chance
