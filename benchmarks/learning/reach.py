@@ -120,14 +120,14 @@ def table(rows: Sequence[dict[str, Any]], name: str) -> str:
             sides[row["side"]].append(row)
     lines = [f"| {name} | seeds | attempts to {target:g} | right by attempts, held out |", "|---|---|---|---|"]
     for side, of_side in sides.items():
-        taken = [reached(row, target) for row in sorted(of_side, key=lambda row: int(row["seed"]))]
-        played = max(len(row["rewards"]) * row["attempts"] for row in of_side)
+        of_side.sort(key=lambda row: int(row["seed"]))
+        taken = [reached(row, target) or f"above {len(row['rewards']) * row['attempts']}" for row in of_side]
         right = defaultdict(list)
         for row in of_side:
             for attempts, share in row.get("right", {}).items():
                 right[int(attempts)].append(share)
         curve = ", ".join(f"{attempts}: {statistics.fmean(of):.2f}" for attempts, of in sorted(right.items()))
-        told = " ".join(f"above {played}" if each is None else str(each) for each in taken)
+        told = ", ".join(map(str, taken))
         lines.append(f"| {side} | {len(of_side)} | {told} | {curve or '-'} |")
     return "\n".join(lines)
 
