@@ -26,6 +26,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("art")
 # No test asks the hub for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The files that take minutes, the longest first.
+LONGEST = (
+    "test_vllm_real.py",
+    "test_gpu.py",
+    "test_nodes.py",
+    "test_parallel_learner.py",
+    "test_vllm_serve.py",
+    "test_replicas_real.py",
+    "test_agents.py",
+    "test_vllm_backend.py",
+)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -46,10 +57,11 @@ def art(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no worker begins one when the others have ended. Tests that need a GPU
-    are skipped where torch sees none."""
+    """The longest files come first, then others with slow tests, so that no worker begins one when the rest have ended.
+    Tests that need a GPU are skipped where torch sees none."""
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("slow", "vllm", "agents"))}
-    items.sort(key=lambda item: item.path not in long)
+    place = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path not in long, place.get(item.path.name, len(LONGEST))))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
