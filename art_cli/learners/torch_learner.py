@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,21 +75,44 @@ def hold(
     before: dict[str, Tensor],
     *,
     max_kl: float,
+    kl: float | None = None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> Held:
     """Halves the distance to the weights `before` the update until the policy is within `max_kl` of the step's start.
 
     After five halvings, the whole update is undone. The update must carry its packs' logprobs from the step's start.
-    Cost: one forward pass, plus one per halving. The bound and the search back along the step are TRPO's, Schulman et
-    al. 2015 (arXiv:1502.05477), equation 12; the step itself is AdamW's.
+    Cost: one forward pass unless the present `kl` is given, plus one per halving. The bound and the search back along
+    the step are TRPO's, Schulman et al. 2015 (arXiv:1502.05477), equation 12; the step itself is AdamW's.
     """
     share = 1.0
-    # a NaN KL (no tokens) counts as within the bound
-    while (kl := gradient.divergence(update, heartbeat=heartbeat)) > max_kl and share > 0:
+    kl = gradient.divergence(update, heartbeat=heartbeat) if kl is None else kl
+    while kl > max_kl and share > 0:  # a NaN KL (no tokens) counts as within the bound
         halves = share > 0.5**MAX_HALVINGS
         optimizer.draw_back(before, 0.5 if halves else 1.0)
         share = share / 2 if halves else 0.0
+        kl = gradient.divergence(update, heartbeat=heartbeat)
     return Held(kl, share)
+
+
+@dataclass
+class TrustRegion:
+    """A step's bound. The next update's own forward pass measures the policy for free, so a measurement may wait.
+
+    A measurement cannot wait after the last update; within the first epoch, where the next update is of attempts that
+    an ended step leaves out; and with whole weights, whose copy would stay in memory during the next pass.
+    """
+
+    max_kl: float
+    num_parts: int  # updates of an epoch
+    num_updates: int
+    can_wait: bool
+    begin: list[Tensor] = field(default_factory=list)  # logprobs of the first update's packs at the step's start
+    before: dict[str, Tensor] = field(default_factory=dict)  # weights before the newest update
+    is_left: bool = False  # whether the policy was past the bound, and the newest update was moved back
+
+    def waits(self, number: int) -> bool:
+        """Returns whether the pass after update `number` measures the policy."""
+        return self.can_wait and self.num_parts <= number + 1 < self.num_updates
 
 
 class TorchLearner(Learner):
@@ -115,6 +139,7 @@ class TorchLearner(Learner):
         )
         self.warm_up: TorchSft | None = None  # set between begin_sft and end_sft
         self._learned: list[LearnedTrajectory] = []  # last step's lines, until they are written
+        self._region: TrustRegion | None = None  # of the present step
         self.packing = PackingCheck(self.runner)
         self.algorithm.bind(Reader(self.runner, self.packing), setup.directory)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
@@ -286,10 +311,13 @@ class TorchLearner(Learner):
 
     @contextlib.contextmanager
     def taking(self, plan: PlannedStep) -> Iterator[float]:
-        first, is_bounded = plan.parts[0], self.train_config.kl_bound is not None
+        first, bound, num_parts = plan.parts[0], self.train_config.kl_bound, len(plan.parts)
+        num_updates = self.train_config.epochs_per_step * num_parts
+        if bound is not None:
+            self._region = TrustRegion(bound, num_parts, num_updates, can_wait=self.weights.has_adapter)
         for part in plan.parts:  # on a GPU, an id past the vocabulary would end the process
             check_fits(part, max_length=self.weights.max_length, vocabulary=self.weights.vocabulary)
-        is_undone = self.train_config.epochs_per_step * len(plan.parts) > 1 or is_bounded
+        is_undone = num_updates > 1 or self._region is not None
         is_undone = is_undone or isinstance(self.algorithm, UserAlgorithm)  # its `after_step` may fail
         self._reserve()
         with self._changing_weights(first[0], batch=first):
@@ -301,6 +329,8 @@ class TorchLearner(Learner):
                 for optimizer, snapshot in zip(self.optimizers, snapshots, strict=False):
                     optimizer.restore(snapshot)
                 raise
+            finally:
+                self._region = None
             for optimizer in self.optimizers:
                 optimizer.counts.num_steps += 1
 
@@ -315,20 +345,47 @@ class TorchLearner(Learner):
     def forward(self, update: Update, at: Pass, *, is_first: bool) -> Update:
         if is_first:
             return update
-        return self.gradient.look_ahead(update, at, always=self.train_config.kl_bound is not None)
+        return self.gradient.look_ahead(update, at, always=self._region is not None and at.number > 0)
 
     def backward(self, update: Update, at: Pass) -> Update:
-        logprobs = self.gradient.accumulate(update, at)
-        return update._replace(before=logprobs) if at.number == 0 else update
+        """With a bound, the pass also measures how far earlier updates moved the policy, and may end the step."""
+        logprobs, region = self.gradient.accumulate(update, at), self._region
+        if at.number == 0:
+            update = update._replace(before=logprobs)
+        if region is None:
+            return update
+        if at.number == 0:
+            region.begin = logprobs
+        elif region.waits(at.number - 1):
+            if at.number % region.num_parts == 0:
+                update = update._replace(before=region.begin)
+            kl = self.gradient.divergence(update, now=logprobs)
+            if kl > region.max_kl:
+                self._clear()
+                region.is_left = not self._hold(region, update, at, kl)
+        return update
 
     def apply(self, sent: Update, at: Pass) -> bool:
         """Returns whether the policy is still within `max_kl`. If not, the update is moved back until it is."""
-        bound = self.train_config.kl_bound
-        before = {} if bound is None else self.optimizer.remember()
-        self._apply(sent, at.statistics)
-        if bound is None or not self._moves_policy(sent):
+        region = self._region
+        if region is None:
+            self._apply(sent, at.statistics)
             return True
-        held = hold(self.gradient, self.optimizer, sent, before, max_kl=bound, heartbeat=at.heartbeat)
+        if region.is_left:
+            return False
+        region.before = self.optimizer.remember()
+        self._apply(sent, at.statistics)
+        if region.waits(at.number) or not self._moves_policy(sent):
+            return True
+        if at.number and at.number % region.num_parts == 0:
+            sent = sent._replace(before=region.begin)
+        return self._hold(region, sent, at)
+
+    def _hold(self, region: TrustRegion, update: Update, at: Pass, kl: float | None = None) -> bool:
+        """Returns whether the newest update stays whole."""
+        held = hold(
+            self.gradient, self.optimizer, update, region.before, max_kl=region.max_kl, kl=kl, heartbeat=at.heartbeat
+        )
         at.statistics.update_kl, at.statistics.update_share = held
         return held.share == 1
 

@@ -406,6 +406,29 @@ def test_past_the_bound_the_steps_other_updates_are_left_out(tmp_path: Path) -> 
     assert sorted(map(str, reasons)) == ["None", "None", "max_kl", "max_kl"] and metrics.num_samples == 2
 
 
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_epochs_end_where_the_policy_leaves_the_bound(has_adapter: bool) -> None:
+    """Four epochs go past a third of their KL. With an adapter the next epoch's pass is the measurement, and without a
+    breach only the last update costs a pass of its own."""
+
+    rank, knobs = 4 if has_adapter else None, {"learning_rate": 0.02 if has_adapter else 0.002, "epochs_per_step": 4}
+    plain = learner(tiny_weights(lora_rank=rank), **knobs)
+    group, before = two_answers(plain.weights), parameters_of(plain)
+    plain.step([group])
+    whole = estimated_kl(plain, before, group)
+    wide, narrow = (learner(tiny_weights(lora_rank=rank), max_kl=share * whole, **knobs) for share in (2, 1 / 3))
+    reported: list[tuple[int, int]] = []
+    metrics = wide.step([group], progress=lambda *numbers: reported.append(numbers))
+    assert_unchanged(wide, parameters_of(plain))
+    assert (metrics.num_updates, metrics.update_share) == (4, 1)
+    assert len(reported) == (4 + 1 if has_adapter else 4 + 4)
+    assert metrics.update_kl == pytest.approx(estimated_kl(wide, before, group), rel=1e-3)
+    metrics = narrow.step([group])
+    assert metrics.num_updates < 4 and metrics.update_share < 1
+    assert 0 < metrics.update_kl <= whole / 3
+    assert metrics.update_kl == pytest.approx(estimated_kl(narrow, before, group), rel=1e-3)
+
+
 def test_when_the_kl_cannot_be_measured_the_update_is_taken_back() -> None:
     weights = tiny_weights()
     trained = learner(weights, max_kl=1.0)

@@ -181,20 +181,21 @@ class LossGradient:
         return _Computed(scores, terms, pack_loss(self.algorithm, terms))
 
     @torch.no_grad()
-    def divergence(self, update: Update, *, heartbeat: Callable[[], None] = lambda: None) -> float:
+    def divergence(
+        self, update: Update, *, now: Sequence[Tensor] | None = None, heartbeat: Callable[[], None] = lambda: None
+    ) -> float:
         """Returns KL(before || now) in nats per policy token, estimator k3; NaN without policy tokens.
 
-        `update.before` must be set. The KL is infinite if a current logprob is not finite. `heartbeat` is called after
-        every pack.
+        `update.before` must be set. `now` are the packs' present logprobs, if a pass has computed them. The KL is
+        infinite if a present logprob is not finite. `heartbeat` is called after every pack.
         """
         sums: Floats = np.zeros(2)
-        for pack, of_pack in zip(update.packs, update.before, strict=True):
+        for index, (pack, of_pack) in enumerate(zip(update.packs, update.before, strict=True)):
             assert of_pack is not None
-            scores = self.runner.run(pack)
             is_policy = self._tensor(mask_of(pack.terms.weights, Row.POLICY))
-            now = scores.logprobs[self._tensor(pack.terms.edges)]
+            present = self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)] if now is None else now[index]
             # float64, because float32 rounding exceeds a KL below 1e-7
-            values = k3(of_pack.double(), now.double())[is_policy]
+            values = k3(of_pack.double(), present.double())[is_policy]
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
             heartbeat()
         total, num_tokens = np.sum(self.runner.ranks.gather(sums, Floats), axis=0)

@@ -127,7 +127,7 @@ def _take_updates(
         waiting.append((gradients.apply(sent, at), at))
         if len(waiting) == gradients.ahead and not gradients.finish(*waiting.popleft()):
             if record is not None:
-                record.is_stopped = True
+                record.is_stopped = index + 1 < len(updates)
             break
     for applied, at in waiting:
         gradients.finish(applied, at)

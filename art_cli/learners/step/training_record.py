@@ -39,7 +39,7 @@ class StepRecord(msgspec.Struct):
 
     pieces: dict[str, list[_Piece]] = {}  # trajectory id -> pieces, one per sample
     masked: dict[str, dict[str, int]] = {}  # trajectory id -> tokens masked before packing, by reason
-    is_stopped: bool = False  # whether train.max_kl ended the step early
+    is_stopped: bool = False  # whether train.max_kl ended the step before some attempts were trained
 
     def add(self, pack: "Pack", terms: "LossTerms", loss: "PackLoss", *, update: int) -> None:
         """Adds a pack. Call it when the pack's optimizer step (number `update`) is first computed."""
