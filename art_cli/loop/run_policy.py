@@ -51,6 +51,9 @@ def describe_run(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weigh
     if policy is None or not config.learner.trains_weights:
         return f"{config.name}: {config.model.base} with a prompt; {describe(loaded)}"
     rate = f"learning rate {config.train.rate:g}" + (f" (auto: {reason})" if reason else "")
+    if config.train.kl_bound is not None:
+        because = f" (auto: {bounded})" if (bounded := loaded.auto.get("max_kl")) else ""
+        rate += f"; a step's KL at most {config.train.kl_bound:g}{because}"
     what = config.model.base
     if weights is not None:
         size = count_parameters(weights.model)

@@ -232,6 +232,7 @@ def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
     with caplog.at_level("INFO"):
         files = RunDir(run(tmp_path, *small, "train.steps=1", project=project).root)
     assert "; learning rate 0.001 (auto: an adapter on a model of width 32)" in caplog.text
+    assert "; a step's KL at most 0.05 (auto: one step must not freeze the policy)" in caplog.text
     record = json.loads(files.config_path.read_text())
     assert record["train"].pop("learning_rate") == 1e-3
     assert record["auto"].pop("learning_rate") == "an adapter on a model of width 32"
