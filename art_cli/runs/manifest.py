@@ -235,6 +235,8 @@ def _verify_files(directory: Path, proof: Manifest | Hashes) -> None:
         ) from error
     if not proof.files:
         raise CheckpointError(f"{directory}: no file is listed")
+    if proof.sizes and proof.sizes.keys() != proof.files.keys():
+        raise CheckpointError(f"{directory}: sizes and hashes are of different files")
     for name, digest in proof.files.items():
         if name not in found:
             raise CheckpointError(f"{directory}: {printable(name)} is missing")

@@ -379,6 +379,11 @@ def test_a_manifest_without_sizes_verifies_and_one_with_them_is_compared_before_
     older = msgspec.structs.replace(manifest, sizes={}, digest="")
     (checkpoint / "manifest.json").write_bytes(msgspec.json.encode(older))
     assert verify_checkpoint(checkpoint) == older
+    first, *others = manifest.sizes.items()
+    renamed = msgspec.structs.replace(manifest, sizes=dict([("other", first[1]), *others]), digest="")
+    (checkpoint / "manifest.json").write_bytes(msgspec.json.encode(renamed))
+    with pytest.raises(CheckpointError, match="sizes and hashes are of different files"):
+        verify_checkpoint(checkpoint)
     (checkpoint / "manifest.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, digest="")))
     os.truncate(checkpoint / "adapter_model.safetensors", 2**41)
     monkeypatch.setattr("art_cli.runs.manifest.hash_file", None)
