@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, LossConfig, RlooConfig
+from art_cli.config.sections.loss_config import MeanOver
 from art_cli.learners.algorithms.maxrl import MaxrlConfig
 from art_cli.learners.optimizer import EntropyState
 from art_cli.learners.torch_learner import TorchLearner
@@ -427,6 +428,19 @@ def test_epochs_end_where_the_policy_leaves_the_bound(has_adapter: bool) -> None
     assert metrics.num_updates < 4 and metrics.update_share < 1
     assert 0 < metrics.update_kl <= whole / 3
     assert metrics.update_kl == pytest.approx(estimated_kl(narrow, before, group), rel=1e-3)
+
+
+@pytest.mark.parametrize(("mean_over", "share"), [("all", 0.5), ("trained", 1.0)])
+def test_the_bound_shrinks_with_the_share_of_groups_that_have_signal(mean_over: MeanOver, share: float) -> None:
+    """One of two groups has equal rewards. The largest update within the bound is kept."""
+    weights = tiny_weights()
+    signal = two_answers(weights, group="signal")
+    equal = [msgspec.structs.replace(each, reward=1.0) for each in two_answers(weights, group="equal")]
+    loss, knobs = GrpoConfig(mean_over=mean_over), {"learning_rate": 0.02}
+    whole = learner(weights, loss, max_kl=100.0, **knobs).step([signal, equal]).update_kl
+    for factor, is_whole in ((1.01, True), (0.99, False)):
+        bounded = learner(tiny_weights(), loss, max_kl=factor * whole / share, **knobs)
+        assert (bounded.step([signal, equal]).update_share == 1) == is_whole
 
 
 def test_when_the_kl_cannot_be_measured_the_update_is_taken_back() -> None:
