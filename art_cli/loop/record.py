@@ -65,7 +65,8 @@ def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
         if isinstance(then, Mapping) and name in then and hasattr(now, name) and name not in now.model_fields_set:
             with contextlib.suppress(ValidationError):  # check_record reports a record without meaning
                 value = getattr(type(now).model_validate({**now.model_dump(), name: then[name]}), name)
-                loaded = loaded.with_value(key, value, f"as in {run.root}")
+                if value != getattr(now, name):
+                    loaded = loaded.with_value(key, value, str(reasons.get(name) or f"as in {run.root}"))
     return loaded
 
 

@@ -42,6 +42,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (project / "config.yaml").write_text((project / "config.yaml").read_text().replace("name: letters", "name: mine"))
     settings = ["train.steps=3", "train.learning_rate=0.1", "eval.every=1", "train.keep_checkpoints=9"]
+    settings += ["train.max_kl=null", "loss.scale_advantages=true"]  # large steps, so that policies answer differently
     os.chdir(project)
     try:
         assert cli.run(["train", "config.yaml", *settings]) == 0

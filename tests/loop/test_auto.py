@@ -303,7 +303,7 @@ def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: A
     assert not [said for said in done.err if "packs hold" in said or "is not used" in said]  # --verbose has them
     config = tmp_path / "letters" / "config.json"
     found = json.loads(config.read_text())
-    assert found["auto"]["engine"] == "no GPU here" and set(found["auto"]) == {"engine", "dtype"}
+    assert found["auto"]["engine"] == "no GPU here" and set(found["auto"]) == {"engine", "dtype", "max_kl"}
     assert found["engine"] == {"name": "embedded", "max_batch": 128, "prefill_tokens": 8192}
     assert found["learner"]["name"] == "torch"
     again = art("train", *settings, "train.steps=2")

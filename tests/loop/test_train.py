@@ -117,8 +117,9 @@ def test_a_policy_that_loops_until_its_limit_learns_to_stop(tmp_path: Path, capl
     project = tmp_path / "project"
     shutil.copytree(LETTERS, project)
     (project / "rollout.py").write_text(LOOPING)
-    settings = ["train.steps=8", "train.learning_rate=0.1", "rollout.group_size=16", "rollout.max_turns=2", "eval=null"]
-    run_dir = RunDir(run(tmp_path, *settings, "rollout.sampling.max_tokens=2", project=project).root)
+    settings = ["train.steps=8", "train.learning_rate=0.1", "train.max_kl=null", "rollout.group_size=16", "eval=null"]
+    others = ["rollout.max_turns=2", "rollout.sampling.max_tokens=2", "loss.scale_advantages=true"]
+    run_dir = RunDir(run(tmp_path, *settings, *others, project=project).root)
     lines = [line.metrics for line in run_dir.metrics()]
     assert lines[0]["num_failed"] == 0 and lines[0]["num_limited"] > 20
     assert lines[0]["reward_mean"] == pytest.approx(1 - lines[0]["num_limited"] / 48)
@@ -204,6 +205,7 @@ def test_a_run_of_an_older_version_goes_on_where_its_record_lacks_a_newer_key(tm
 def test_a_run_goes_on_with_another_learning_rate_and_records_from_which_step(tmp_path: Path) -> None:
     """Two steps at 0.01, one at 0.02, one at 0.005: metrics have each step's rate, config.json where it changed."""
     small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=1", "+train.weight_decay=0.1"]
+    small.append("train.max_kl=null")  # each step of these four has signal
     files = RunDir(run(tmp_path, *small, "train.steps=2").root)
     run(tmp_path, *small, "train.steps=3", "train.learning_rate=0.02", "rollout.timeout_s=77")
     run(tmp_path, *small, "train.steps=3", "train.learning_rate=0.02", "rollout.timeout_s=77")
@@ -320,7 +322,7 @@ def test_a_step_of_several_updates_is_the_same_in_whatever_order_the_verdicts_ca
     finished: Path, tmp_path: Path
 ) -> None:
     files = RunDir(finished)
-    loaded = load_config(LETTERS / "config.yaml", ["train.updates_per_step=3"])
+    loaded = load_config(LETTERS / "config.yaml", ["train.updates_per_step=3", "train.max_kl=null"])
     scored, start = files.scored(2), files.checkpoint_path(2)
     for name, lines in (("first", scored), ("last", scored[::-1])):
         assert take_step(loaded, lines, tmp_path / name, checkpoint=start).metrics["num_updates"] > 1

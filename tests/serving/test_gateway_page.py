@@ -42,6 +42,7 @@ def project(tmp_path: Path) -> Path:
     shutil.copytree(LETTERS, copy, ignore=shutil.ignore_patterns("runs"))
     (copy / "config.yaml").write_text((copy / "config.yaml").read_text().replace("name: letters", "name: mine"))
     settings = ["train.steps=3", "train.learning_rate=0.3", "eval.every=1", "train.keep_checkpoints=9"]
+    settings.append("train.max_kl=null")  # large steps, so that each policy answers differently
     done = forked.run(["train", "config.yaml", *settings], cwd=copy, timeout=300)
     assert done.returncode == 0, done.stderr
     metrics = copy / "runs" / "mine" / "metrics.jsonl"
