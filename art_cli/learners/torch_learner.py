@@ -353,19 +353,16 @@ class TorchLearner(Learner):
     def backward(self, update: Update, at: Pass) -> Update:
         """With a bound, the pass also measures how far earlier updates moved the policy, and may end the step."""
         logprobs, region = self.gradient.accumulate(update, at), self._region
-        if at.number == 0:
-            update = update._replace(before=logprobs)
         if region is None:
             return update
         if at.number == 0:
             region.begin = logprobs
-        elif region.waits(at.number - 1):
-            if at.number % region.num_parts == 0:
-                update = update._replace(before=region.begin)
-            kl = self.gradient.divergence(update, now=logprobs)
-            if kl > region.max_kl:
-                self._clear()
-                region.is_left = not self._hold(region, update, at, kl)
+        if at.number % region.num_parts == 0:
+            update = update._replace(before=region.begin)
+        is_measured = region.waits(at.number - 1)
+        if is_measured and (kl := self.gradient.divergence(update, now=logprobs)) > region.max_kl:
+            self._clear()
+            region.is_left = not self._hold(region, update, at, kl)
         return update
 
     def apply(self, sent: Update, at: Pass) -> bool:
@@ -380,8 +377,6 @@ class TorchLearner(Learner):
         self._apply(sent, at.statistics)
         if region.waits(at.number) or not self._moves_policy(sent):
             return True
-        if at.number and at.number % region.num_parts == 0:
-            sent = sent._replace(before=region.begin)
         return self._hold(region, sent, at)
 
     def _hold(self, region: TrustRegion, update: Update, at: Pass, kl: float | None = None) -> bool:

@@ -36,8 +36,8 @@ from art_cli.runtime.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
 
-# Largest KL of a step in nats per token. On a task with a cheap path that pays a quarter, SmolLM2-135M froze on this
-# path in two steps without a bound, and learned the whole task within it (benchmarks/learning/tasks/parcels.py).
+# Largest KL of a step in nats per token. On a task with a cheap path that pays a quarter, SmolLM2-135M froze without a
+# bound, and learned most or all of the task within it (benchmarks/learning/tasks/parcels.py, results/LOG.md).
 MAX_KL = 0.05
 
 

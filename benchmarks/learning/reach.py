@@ -37,8 +37,7 @@ ROWS = ROOT / "benchmarks" / "results" / "reach.jsonl"
 SHAPE = SHAPES["demo"]
 DEADLINE_S = 6 * 3600.0  # longest time for one run
 WINDOW = 64  # attempts over which a reward is averaged
-BEFORE = ("loss.scale_advantages=true", "train.max_kl=null")
-SIDES = {"default": (), "before": BEFORE}
+SIDES = {"default": (), "before": ("loss.scale_advantages=true", "train.max_kl=null")}
 
 
 class Task(NamedTuple):
@@ -60,18 +59,9 @@ def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[s
     settings = list(SIDES.get(side, side.split()))
     rollout = load_config(task.config, settings).config.rollout
     of_step = rollout.group_size * rollout.groups_per_step
-    sizes = [f"train.steps={task.attempts // of_step}", f"eval.every={2 * WINDOW // of_step}"]
-    _python(
-        "-m",
-        "art_cli",
-        "train",
-        str(task.config),
-        f"train.seed={seed}",
-        f"name={name}",
-        f"runs={runs}",
-        *sizes,
-        *settings,
-    )
+    settings += [f"train.steps={task.attempts // of_step}", f"eval.every={2 * WINDOW // of_step}"]
+    settings += [f"train.seed={seed}", f"name={name}", f"runs={runs}"]
+    _python("-m", "art_cli", "train", str(task.config), *settings)
     return read_art(RunDir(runs / name), of_step)
 
 
