@@ -20,6 +20,7 @@ from art_cli.config.compose import load_config
 from art_cli.learners.processes.job import Job, make_job
 from art_cli.learners.processes.workers import ParallelLearner, Workers, parallel_learner
 from art_cli.learners.torch_learner import TorchLearner
+from art_cli.loop.decide import decide_by_base
 from art_cli.runs.durable import read_lines
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
@@ -92,8 +93,9 @@ def shared_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job_of(project: Path, *overrides: str) -> Job:
-    config = load_config(project / "config.yaml", list(overrides)).config
-    return make_job(config, str(project / "base"), directory=project, dtype="float32")
+    base = str(project / "base")
+    decided = decide_by_base(load_config(project / "config.yaml", list(overrides)), base, recorded="float32")
+    return make_job(decided.config, base, directory=project, dtype="float32")
 
 
 class Node:
