@@ -7,6 +7,7 @@ does not grow with the number of groups.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,8 @@ class JudgeProgress:
 async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredTrajectory]:
     """Returns the scored group in its original order. The judge sees only finished attempts without an error.
 
+    The policy's own failure gets at most the lowest reward of the attempts without failure: failing must never pay.
+
     Raises JudgeError.
     """
     judge = judge.of(group)
@@ -58,13 +61,15 @@ async def judge_group(judge: Judge, group: Sequence[Trajectory]) -> list[ScoredT
         if not abs(verdict.reward) <= MAX_NUMBER:
             raise JudgeError(f"trajectory {name}: the reward {verdict.reward:g} is beyond {MAX_NUMBER:g}")
     noise = reward_noise(judge, verdicts)
+    lowest = min((verdicts[each.id].reward for each in finished if not each.failure), default=math.inf)
     scored = []
     for trajectory in group:
         if trajectory.error is not None:
             scored.append(score_trajectory(trajectory, None))
         else:
             verdict = verdicts[trajectory.id]
-            scored.append(score_trajectory(trajectory, verdict.reward, verdict.scores, noise=noise, again=extra))
+            reward = min(verdict.reward, lowest) if trajectory.failure else verdict.reward
+            scored.append(score_trajectory(trajectory, reward, verdict.scores, noise=noise, again=extra))
     return scored
 
 

@@ -337,7 +337,8 @@ def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
     """Returns counts and means over the step's rollouts. Endpoints without tokens report their own counts.
 
     `truncated_share` is the share of replies that hit their length limit. `num_limited` counts rollouts that hit a turn
-    or context limit, `num_without_turns` successful rollouts without a model call, `failed.KIND` failures.
+    or context limit, `num_policy_failed` the policy's own failures, `num_without_turns` successful rollouts without a
+    model call, `failed.KIND` failures.
     """
     rollouts = played.groups.done
     turns = [turn for rollout in rollouts for turn in rollout.turns]
@@ -350,6 +351,7 @@ def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
         "num_without_turns": sum(each.is_silent and each.error is None for each in rollouts),
         "truncated_share": sum(turn.finish_reason == "length" for turn in turns) / max(len(turns), 1),
         "num_limited": sum(each.limit is not None for each in rollouts),
+        "num_policy_failed": sum(bool(each.failure) for each in rollouts),
     }
     if played.played_now and played.sample_s:
         numbers["sample_tokens_per_s"] = _num_tokens(played.played_now) / played.sample_s

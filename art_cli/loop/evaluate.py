@@ -128,8 +128,8 @@ def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
 
 
 def _is_finished(trajectory: Trajectory) -> bool:
-    """Returns True if the rollout itself decided its reward; at a limit, `limit_reward` replaces it."""
-    return trajectory.error is None and trajectory.limit is None
+    """Returns True if the rollout itself decided its reward; at a limit or a failure, `limit_reward` replaces it."""
+    return trajectory.error is None and not trajectory.is_cut
 
 
 async def judge_contest(

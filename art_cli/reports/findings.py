@@ -8,6 +8,7 @@ hardly_moves      several updates hardly change any logprob, despite signal
 frozen            recent groups have no signal, the policy is certain, and the reward is not at its maximum
 stuck             reward and entropy did not change for long: no spread, or a noisy reward
 failures          many rollouts fail in several steps
+failing_pays      more rollouts fail than at first, while the others' reward rises: perhaps the policy fails on purpose
 parted            reward and shadow score part, by a test with bounded false alarms (runs/parting.py);
                   or the judge agrees less with a person's labels (judges/files/run_labels.py)
 judge_changed     judge replies name a new model
@@ -57,6 +58,10 @@ NOTHING_TO_LEARN = (
 )
 FASTER = "a larger train.learning_rate, ten times as large to begin with, or more train.epochs_per_step"
 MEND_ROLLOUT = "read the errors in step_*/trajectories.jsonl; rollout.timeout_s and rollout.concurrency bound the rest"
+SCORE_FAILURES = (
+    "read the errors in step_*/trajectories.jsonl; name their classes in rollout.failures, so that such an attempt "
+    "gets its group's lowest reward"
+)
 GENTLER = (
     "train.max_kl, train.clip_to_history=2, a smaller train.max_grad_norm or train.learning_rate, or train.decay=linear"
 )
@@ -416,6 +421,21 @@ def _judge_changed(updates: Sequence[UpdateNumbers]) -> Iterator[RunFinding]:
         seen |= names
 
 
+def _failing_pays(updates: Window) -> RunFinding | None:
+    """Compares the latest updates with the first ones. Failed attempts have no reward, so the mean is the others'."""
+    first, now = updates[:STREAK], updates[-STREAK:]
+    failed = [_mean(span, "num_failed") / _mean(span, "num_trajectories") for span in (first, now)]
+    rewards = [_mean(span, "reward_mean") for span in (first, now)]
+    has_risen = failed[1] - failed[0] >= FAILURES / 2 and rewards[1] > rewards[0]  # NaN: no
+    if len(updates) < 2 * STREAK or not has_risen:
+        return None
+    text = (
+        f"failed rollouts rose from {failed[0]:.0%} to {failed[1]:.0%} while the reward of the others rose from "
+        f"{rewards[0]:.2g} to {rewards[1]:.2g}{mostly(now)}: failing may pay"
+    )
+    return RunFinding("failing_pays", *_ends(now), text, [], SCORE_FAILURES)
+
+
 # --- lasting states ---------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +450,8 @@ def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
         share = fmean(update.per_attempt("num_failed") or 0.0 for update in span)
         text = f"{share:.0%} of the rollouts of steps {_span(span)} failed{mostly(span)}"
         yield RunFinding("failures", *_ends(span), text, [], MEND_ROLLOUT)
+    if found := _failing_pays(updates):
+        yield found
     first = updates[:STREAK]
     for span in _spans(updates, lambda window: _collapsed(first, window)) if is_comparable else ():
         text = (

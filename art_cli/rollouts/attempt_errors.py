@@ -9,7 +9,7 @@ dependencies (bootstrap.py).
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ MAX_ERROR_LENGTH = 2000  # maximum characters of a trajectory's error
 NODE = "node"  # error kind after a lost machine, which is not the attempt's fault
 MAX_LEAVES = 100  # number of errors looked at in an exception group
 MAX_CAUSES = 5  # number of errors looked at along a chain of `raise ... from`
+OWN = "own"  # stands for every exception class that the user's own files define
 
 # Class names; an error matches if any of its base classes does. The packages need not be installed.
 _TRANSPORT = frozenset(
@@ -48,10 +49,12 @@ _TRANSPORT = frozenset(
 class AttemptError(Exception):
     """One attempt failed. Example: AttemptError("KeyError", "'move' (rollout.py:12)")"""
 
-    def __init__(self, kind: str, message: str, *, is_transport: bool = False) -> None:
+    def __init__(self, kind: str, message: str, *, is_transport: bool = False, classes: Sequence[str] = ()) -> None:
+        """`classes` names the exception's class and its bases; empty if the policy cannot be the cause."""
         self.kind = _writable(kind)
         self.message = _writable(message)
         self.is_transport = is_transport
+        self.classes = tuple(map(_writable, classes))
         super().__init__(self.kind, self.message)
 
     def __str__(self) -> str:
@@ -77,7 +80,10 @@ def from_exception(error: BaseException, root: Path) -> AttemptError:
         message = f"{message} in {sys.executable}"
     if place := place_of(cause, root) or place_of(error, root):
         message = f"{message} ({place})"
-    return AttemptError(type(error).__name__, message.strip(), is_transport=all(map(is_transport_error, leaves)))
+    named = [_classes(leaf, root) for leaf in leaves]
+    classes = set().union(*named) if all(named) else set()
+    is_transport = all(map(is_transport_error, leaves))
+    return AttemptError(type(error).__name__, message.strip(), is_transport=is_transport, classes=sorted(classes))
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -91,18 +97,32 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield first
 
 
+def _classes(error: BaseException, root: Path) -> set[str]:
+    """Returns the names of the error's class and bases; none for an error of the system or of a server."""
+    if any(isinstance(cause, (OSError, MemoryError, ImportError)) for cause in _causes(error)):
+        return set()
+    if is_transport_error(error):
+        return set()
+    file = Path(getattr(sys.modules.get(str(type(error).__module__)), "__file__", None) or "")
+    is_own = file.is_relative_to(root) and "site-packages" not in file.parts
+    return {base.__name__ for base in type(error).__mro__} | ({OWN} if is_own else set())
+
+
 def is_transport_error(error: BaseException) -> bool:
     """Returns whether the connection or the server failed, and not the code that used it.
 
     Frameworks wrap their client's errors (`raise ... from`), so the chain of causes counts.
     """
+    return any(map(_is_named_transport, _causes(error)))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields the error and the errors that it was raised from."""
     cause: BaseException | None = error
     for _ in range(MAX_CAUSES):
         if cause is not None:
-            if _is_named_transport(cause):
-                return True
+            yield cause
             cause = cause.__cause__
-    return False
 
 
 def _is_named_transport(error: BaseException) -> bool:
@@ -138,13 +158,15 @@ class Failed:
     kind: str
     message: str
     is_transport: bool
+    classes: str  # separated by spaces
 
 
 def report(ending: Outcome | AttemptError) -> Json:
     """Example: {"done": {"reward": 1.0, "metrics": {}, "metadata": {}}}"""
     if isinstance(ending, Outcome):
         return {"done": vars(ending)}
-    return {"failed": {"kind": ending.kind, "message": ending.message, "is_transport": ending.is_transport}}
+    named = {"kind": ending.kind, "message": ending.message, "classes": " ".join(ending.classes)}
+    return {"failed": {**named, "is_transport": ending.is_transport}}
 
 
 def read_report(value: object) -> Outcome | AttemptError:
@@ -154,5 +176,5 @@ def read_report(value: object) -> Outcome | AttemptError:
             return Outcome(**vars(checked(Done, fields)))
         case {"failed": fields, **more} if not more:
             failed: Failed = checked(Failed, fields)
-            return AttemptError(failed.kind, failed.message, is_transport=failed.is_transport)
+            return AttemptError(**{**vars(failed), "classes": failed.classes.split()})
     raise ValueError("it reports neither an outcome nor an error")

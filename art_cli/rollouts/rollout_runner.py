@@ -3,8 +3,9 @@
 The caller plans the rollouts and writes their trajectories. The runner does not depend on steps, judges, or files. A
 failed rollout becomes a trajectory with `error` set. Only an error that would affect every rollout stops the run.
 Transport failures are retried. Reaching a limit on turns or context is not a failure, because it depends on the policy:
-the reward is the rollout's return value, or `limit_reward`. Progress is shown as a bar on a terminal, and otherwise as
-a log line every ten seconds.
+the reward is the rollout's return value, or `limit_reward`. The same holds for an exception in the rollout's code that
+follows from a reply (`rollout.failures`): the trajectory has `failure` set instead of `error`.
+Progress is shown as a bar on a terminal, and otherwise as a log line every ten seconds.
 """
 
 import asyncio
@@ -146,6 +147,7 @@ class _Attempt(NamedTuple):
     recorder: Recorder
     outcome: Outcome
     error: AttemptError | None
+    failure: str | None = None  # the policy's own failure
 
 
 @contextlib.asynccontextmanager
@@ -311,7 +313,7 @@ class Runner:
     async def _play(self, plan: RolloutPlan) -> Trajectory:
         started_at, begin = time.time(), time.monotonic()
         attempt, num_retries = await self._attempts(plan)
-        recorder, outcome, error = attempt
+        recorder, outcome, error, failure = attempt
         return Trajectory(
             id=plan.trajectory_id,
             group_id=plan.group_id,
@@ -329,6 +331,7 @@ class Runner:
             returned_reward=outcome.reward,
             error=None if error is None else str(error),
             limit=recorder.limit,
+            failure=failure or msgspec.UNSET,
             started_at=started_at,
             duration_s=time.monotonic() - begin,
             source=plan.source or msgspec.UNSET,
@@ -388,10 +391,12 @@ class Runner:
             recorder = self._gateway.close(key)
         if is_late:
             error = await _timeout_error(agent)
-        error = self._judge_error(recorder, error, key)
-        if recorder.limit is None or recorder.num_calls == 0:  # an oversized first prompt is not the policy's fault
-            return _Attempt(recorder, outcome, error)
-        return _judge_limit(_Attempt(recorder, outcome, error), agent.config.limit_reward)
+        attempt = _Attempt(recorder, outcome, self._judge_error(recorder, error, key))
+        if recorder.num_calls == 0:  # an oversized first prompt is not the policy's fault
+            return attempt
+        if recorder.limit is None:
+            return _judge_failure(attempt, agent.config)
+        return _judge_limit(attempt, agent.config.limit_reward)
 
     def _judge_error(self, recorder: Recorder, error: AttemptError | None, key: str) -> AttemptError | None:
         """Returns the error to record. The gateway's record of the calls explains more than the rollout's exception."""
@@ -401,7 +406,16 @@ class Runner:
             return error
         is_transport = error.is_transport or recorder.upstream_error is not None
         message = self._secrets.redact(error.message).replace(key, "***")  # errors may quote a request with its key
-        return AttemptError(error.kind, message, is_transport=is_transport)
+        return AttemptError(error.kind, message, is_transport=is_transport, classes=error.classes)
+
+
+def _judge_failure(attempt: _Attempt, config: RolloutConfig) -> _Attempt:
+    """Makes an error that followed from the policy's reply its failure. The reward is `limit_reward`."""
+    error = attempt.error
+    if error is None or error.is_transport or not {*error.classes} & {*config.failures}:
+        return attempt
+    outcome = replace(attempt.outcome, reward=config.limit_reward)
+    return _Attempt(attempt.recorder, outcome, None, failure=str(error))
 
 
 def _judge_limit(attempt: _Attempt, limit_reward: float) -> _Attempt:
@@ -446,14 +460,15 @@ class _AgentWatch:
         """Raises RolloutError when NUM_ALIKE have failed alike."""
         if self._is_proven:
             return
-        alike = None if trajectory.error is None else _nature(trajectory.error)
+        error = trajectory.error or trajectory.failure
+        alike = _nature(error) if error else None
         if alike is None or self._alike not in (None, alike):
             self._is_proven = True
             return
         self._alike = alike
         self._num += 1
         if self._num >= NUM_ALIKE:
-            raise RolloutError(f"the first {self._num} rollouts all failed alike, the last with {trajectory.error}")
+            raise RolloutError(f"the first {self._num} rollouts all failed alike, the last with {error}")
 
 
 class _SilenceWatch:

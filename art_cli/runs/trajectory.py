@@ -99,6 +99,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     returned_reward: float | None = None  # the rollout's own reward
     error: str | None = None  # "kind: message"
     limit: str | None = None  # the limit that refused the last call: turn_limit or context_length_exceeded
+    failure: str | msgspec.UnsetType = msgspec.UNSET  # "kind: message" of the policy's own failure, which is scored
     started_at: float = 0.0  # seconds since the epoch
     duration_s: float = 0.0
     source: str | msgspec.UnsetType = msgspec.UNSET  # key of `rollout.sources`; absent in runs without sources
@@ -115,10 +116,15 @@ class Trajectory(msgspec.Struct, kw_only=True):
         return f"{self.source}/{id}" if self.source else id
 
     def reported(self, metric: str) -> float | None:
-        """Returns a rollout metric. If a limit ended the rollout before it reported metrics, returns its reward
-        (`rollout.limit_reward`) instead."""
+        """Returns a rollout metric. If a limit or the policy's failure ended the rollout before it reported metrics,
+        returns its reward (`rollout.limit_reward`) instead."""
         value = self.metrics.get(metric)
-        return self.returned_reward if value is None and self.limit is not None else value
+        return self.returned_reward if value is None and self.is_cut else value
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a limit or the policy's own failure ended the rollout."""
+        return self.limit is not None or bool(self.failure)
 
     @property
     def is_silent(self) -> bool:

@@ -148,6 +148,21 @@ def test_lasting_states_are_findings_with_their_steps() -> None:
     assert found[1].text == "25% of the rollouts of steps 9 to 13 failed, mostly timeout"
 
 
+def test_failures_that_rise_with_the_others_reward_are_a_finding() -> None:
+    """A policy that breaks its tool calls on purpose keeps what is easier. Where the reward falls, nothing is found."""
+    for last_reward, kinds in ((0.8, ["failing_pays"]), (0.1, [])):
+        rows = [
+            {"num_trajectories": 64.0, "num_failed": 9.6 if late else 0.0, "failed.ToolError": 9.6 if late else 0.0,
+             "reward_mean": last_reward if late else 0.4}
+            for late in [False] * 5 + [True] * 5
+        ]  # fmt: skip
+        found = find(History([UpdateNumbers(number, row) for number, row in enumerate(rows, 1)], []))
+        assert [each.kind for each in found if each.kind.startswith("fail")] == kinds
+        if kinds:
+            assert "rose from 0% to 15% while the reward of the others rose from 0.4 to 0.8" in found[0].text
+            assert "rollout.failures" in found[0].cure
+
+
 def _updates(**series: list[float]) -> list[UpdateNumbers]:
     rows = zip(*series.values(), strict=True)
     return [UpdateNumbers(number, dict(zip(series, row, strict=True))) for number, row in enumerate(rows, 1)]

@@ -31,7 +31,7 @@ Art = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that learned: reward 0.24 at the start, above 0.6 at the end."""
-    settings = ["train.steps=20", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null"]
+    settings = ["train.steps=20", "train.learning_rate=0.1", "train.max_kl=null", "rollout.group_size=8", "eval=null"]
     runs = tmp_path_factory.mktemp("trained")
     return asyncio.run(train(load_config(Path(CONFIG), [f"runs={runs}", *settings, "train.keep_checkpoints=99"]))).root
 
@@ -62,7 +62,13 @@ def test_a_step_continues_from_the_checkpoint_that_sampled_its_attempts(
 ) -> None:
     """Not from the newest one, whose ratios would be wrong. Another run's attempts are refused with their step."""
     run, out = RunDir(trained), tmp_path / "next"
-    settings = [f"runs={trained.parent}", "train.learning_rate=0.1", "rollout.group_size=8", "eval=null"]
+    settings = [
+        f"runs={trained.parent}",
+        "train.learning_rate=0.1",
+        "train.max_kl=null",
+        "rollout.group_size=8",
+        "eval=null",
+    ]
     code, _, said = art("step", CONFIG, run.scored_path(3), *settings, "-o", out)
     assert code == 0, said
     assert f"policy: {run.checkpoint_path(3)}" in said

@@ -34,6 +34,11 @@ from art_cli.config.sections.base_config import (
 from art_cli.config.sections.judge_config import ScoringJudge, ShadowName
 
 MAX_RESOURCE = 1e6  # largest amount per process
+# Raised by agents for wrong tool calls and unreadable replies. ValueError includes the errors of JSON and pydantic.
+POLICY_FAILURES = (
+    *("ValueError", "LookupError", "TypeError", "AttributeError", "ArithmeticError", "AssertionError", "SyntaxError"),
+    *("RecursionError", "ValidationError", "SubprocessError", "DatabaseError", "own"),
+)
 # Keys in Ray's runtime_env that art sets -> what the user sets instead.
 OWN_RUNTIME_ENV = {
     "working_dir": "the config's directory is sent; rollout.cluster.exclude leaves files out",
@@ -332,7 +337,13 @@ class RolloutConfig(Section):
     max_turns: PositiveInt = 50
     """The limit on model calls per rollout."""
     limit_reward: Float = 0.0
-    """The reward if `max_turns` or the context length ends a rollout before it returned a reward."""
+    """The reward if `max_turns`, the context length or the policy's own failure ends a rollout before it returned a
+    reward."""
+    failures: list[str] = [*POLICY_FAILURES]
+    """The exception classes, with their subclasses, that mean the policy's own failure if the rollout's code raises one
+    of them after a reply: a wrong tool call must not leave the reward. Such an attempt is trained on and gets at most
+    its group's lowest reward. "own": all classes in the agent's files. Other errors, and errors raised from OSError,
+    are the infrastructure's, and their attempts are left out. []: all are."""
     retries: Count = 2
     """The retries after a transport failure. An exception in the rollout's code is never retried."""
     shuffle: bool = True

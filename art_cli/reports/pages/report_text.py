@@ -45,6 +45,7 @@ KINDS = {
     "failures": "failures",
     "parted": "reward and anchor parted",
     "judge_changed": "another judge",
+    "failing_pays": "failing may pay",
 }
 INDENT = 13
 
