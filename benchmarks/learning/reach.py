@@ -5,13 +5,14 @@
     python -m benchmarks.learning.reach --only parcels --sides default "rollout.groups_per_step=4"
     python -m benchmarks.learning.reach --table                          # runs nothing; prints the tables
 
-A side is `default`, `before` (advantages divided by the deviation, no bound on a step), `trl`, or settings of `art
-train` with spaces between them. All sides play the same attempts in total, in the same order, and share base and
-adapter. TRL's is benchmarks/speed/loop_trl.py at the fastest of its settings, for the assistant alone.
+A side is `default`, `before` (advantages divided by the deviation, no bound on a step), `few` (algorithm=few-attempts),
+`trl`, or settings of `art train` with spaces between them. All sides share base, adapter and the order of scenarios.
+All play the same attempts in total, but `few`, which plays half of them. TRL's is benchmarks/speed/loop_trl.py at the
+fastest of its settings, for the assistant alone.
 
-Every run is a row of benchmarks/results/reach.jsonl: the mean reward of each step, and the share of right answers among
-held-out scenarios by attempts. Rows that are there are not run again. A run has reached the target with the first
-window of 64 attempts whose mean reward is above it.
+Every run is a row of benchmarks/results/reach.jsonl: the attempts and the mean reward of each step, and the share of
+right answers among held-out scenarios by attempts. Rows that are there are not run again. A run has reached the target
+with the first window of at least 64 attempts whose mean reward is above it.
 """
 
 import argparse
@@ -37,7 +38,11 @@ ROWS = ROOT / "benchmarks" / "results" / "reach.jsonl"
 SHAPE = SHAPES["demo"]
 DEADLINE_S = 6 * 3600.0  # longest time for one run
 WINDOW = 64  # attempts over which a reward is averaged
-SIDES = {"default": (), "before": ("loss.scale_advantages=true", "train.max_kl=null")}
+SIDES = {
+    "default": (),
+    "before": ("loss.scale_advantages=true", "train.max_kl=null"),
+    "few": ("algorithm=few-attempts",),
+}
 
 
 class Task(NamedTuple):
@@ -58,17 +63,19 @@ def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[s
     """Returns the row of one run of `art train`, which is continued if it is there."""
     settings = list(SIDES.get(side, side.split()))
     rollout = load_config(task.config, settings).config.rollout
-    of_step = rollout.group_size * rollout.groups_per_step
-    settings += [f"train.steps={task.attempts // of_step}", f"eval.every={2 * WINDOW // of_step}"]
+    of_step = rollout.group_size * (rollout.groups_per_step - rollout.num_replays)
+    attempts = task.attempts // 2 if side == "few" else task.attempts
+    settings += [f"train.steps={attempts // of_step}", f"eval.every={2 * WINDOW // of_step}"]
     settings += [f"train.seed={seed}", f"name={name}", f"runs={runs}"]
     _python("-m", "art_cli", "train", str(task.config), *settings)
-    return read_art(RunDir(runs / name), of_step)
+    return read_art(RunDir(runs / name))
 
 
-def read_art(run: RunDir, of_step: int) -> dict[str, Any]:
-    rewards = [line.metrics["reward_mean"] for line in run.metrics() if line.split == "train"]
-    right = {step * of_step: values["right"] for step, values in sorted(run.evaluations().items())}
-    return {"attempts": of_step, "rewards": rewards, "right": right}
+def read_art(run: RunDir) -> dict[str, Any]:
+    lines = [line.metrics for line in run.metrics() if line.split == "train"]
+    played = [round(metrics["num_trajectories"]) for metrics in lines]
+    right = {sum(played[:step]): values["right"] for step, values in sorted(run.evaluations().items())}
+    return {"attempts": played, "rewards": [metrics["reward_mean"] for metrics in lines], "right": right}
 
 
 def train_trl(base: Path, runs: Path, name: str, seed: int, task: Task) -> dict[str, Any]:
@@ -79,7 +86,8 @@ def train_trl(base: Path, runs: Path, name: str, seed: int, task: Task) -> dict[
     told = [SHAPE.name, str(base), *SHAPE.trl, "--steps", str(steps), "--until", str(task.target), *settings]
     _python("-m", "benchmarks.speed.loop_trl", *told, output=runs / f"{name}.jsonl")
     lines = (runs / f"{name}.jsonl").read_text().splitlines()
-    return {"attempts": WINDOW, "rewards": [json.loads(line)["reward"] for line in lines if line.startswith("{")]}
+    rewards = [json.loads(line)["reward"] for line in lines if line.startswith("{")]
+    return {"attempts": [WINDOW] * len(rewards), "rewards": rewards}
 
 
 def _python(*arguments: str, output: Path = Path(os.devnull)) -> None:
@@ -95,10 +103,15 @@ def _python(*arguments: str, output: Path = Path(os.devnull)) -> None:
 
 def reached(row: dict[str, Any], target: float) -> int | None:
     """Returns the attempts after which the window's mean reward is above the target; None: never."""
-    per_window = max(1, WINDOW // row["attempts"])
-    for end in range(per_window, len(row["rewards"]) + 1):
-        if statistics.fmean(row["rewards"][end - per_window : end]) >= target:
-            return int(end * row["attempts"])
+    steps = list(zip(row["attempts"], row["rewards"], strict=True))
+    for end in range(1, len(steps) + 1):
+        num, total = 0, 0.0
+        for attempts, reward in reversed(steps[:end]):
+            num, total = num + attempts, total + attempts * reward
+            if num >= WINDOW:
+                break
+        if num >= WINDOW and total / num >= target:
+            return sum(row["attempts"][:end])
     return None
 
 
@@ -111,7 +124,7 @@ def table(rows: Sequence[dict[str, Any]], name: str) -> str:
     lines = [f"| {name} | seeds | attempts to {target:g} | right by attempts, held out |", "|---|---|---|---|"]
     for side, of_side in sides.items():
         of_side.sort(key=lambda row: int(row["seed"]))
-        taken = [reached(row, target) or f"above {len(row['rewards']) * row['attempts']}" for row in of_side]
+        taken = [reached(row, target) or f"above {sum(row['attempts'])}" for row in of_side]
         right = defaultdict(list)
         for row in of_side:
             for attempts, share in row.get("right", {}).items():
