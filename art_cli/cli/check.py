@@ -24,7 +24,7 @@ def run(
     \b
     art check config.yaml
     art check config.yaml hardware=h100     with a packaged starting point (docs/config.md)
-    art check config.yaml --show            both conversations; useful if rewards are 0 (docs/zero.md)
+    art check config.yaml --show            both conversations; useful if rewards are 0 (docs/scenarios.md)
     art check config.yaml --no-judge        only estimates the cost of asking the judge
     """
     from art_cli.config.compose import load_config

@@ -40,7 +40,7 @@ def run(
     endpoints: Annotated[list[str] | None, Option("--endpoint", metavar="MODEL@URL", help="Repeatable.")] = None,
     gates: Annotated[
         list[str] | None,
-        Option("--gate", metavar="METRIC>=X", help="Exit 1 if the last policy misses it (docs/ci.md)."),
+        Option("--gate", metavar="METRIC>=X", help="Exit 1 if the last policy misses it (docs/eval.md)."),
     ] = None,
     output: Annotated[Path | None, Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
     junit: Junit = None,

@@ -129,7 +129,7 @@ def write_config(environment: str, directory: Path) -> None:
     with redirect_stdout(sys.stderr):  # games may print
         library, name = find_library(environment)
         if not library.makes_scenarios:
-            raise UsageError(f"{environment} provides no scenarios; docs/environments.md has a config.yaml for it")
+            raise UsageError(f"{environment} provides no scenarios; docs/rollouts.md has a config.yaml for it")
         open_environment(Settings(environment))
         args = library.defaults(name)
     lines = [f"      {name}: {json.dumps(value)}\n" for name, value in args.items() if value is not None]

@@ -30,7 +30,7 @@ def run(
     art report runs/mine
     art report runs/mine --html report.html
     art report runs/mine --conversation
-    art report runs/mine --junit report.xml --markdown report.md      for a CI job (docs/ci.md)
+    art report runs/mine --junit report.xml --markdown report.md      for a CI job (docs/eval.md)
     art report s3://bucket/prefix/mine
     art report runs/mine --json | jq '.findings[] | {step, text}'
     """

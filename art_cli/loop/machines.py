@@ -1,6 +1,6 @@
 """Machines: facts from configs/machines.yaml, a run's rates on another machine, and the useful number of GPUs.
 
-Prompts and updates scale with operations per second, decoding with memory bandwidth. docs/plan.md lists the
+Prompts and updates scale with operations per second, decoding with memory bandwidth. docs/check.md lists the
 assumptions.
 """
 

@@ -7,7 +7,7 @@ others are played; then the learner works, then the weights are published.
 
 The engine decodes all sequences together, one token per sequence and pass, and pauses for incoming prompts. Its state
 is the number of passes so far: a reply ends when this number has increased by the reply's length. One event per reply
-is enough. Replicas share the work evenly. docs/plan.md lists the model's limits.
+is enough. Replicas share the work evenly. docs/check.md lists the model's limits.
 """
 
 import heapq

@@ -195,7 +195,7 @@ def test_a_reward_of_0_is_shown_with_what_the_model_said_and_what_to_do(art: Art
     lines = out.splitlines()
     [(line, cure)] = [pair for pair in zip(lines, lines[1:], strict=False) if pair[0].startswith("!    rollout")]
     assert code == 0 and re.search(r'reward 0; the last reply is ".*"; 0 of 2 attempts got more than 0', line)
-    assert "(95 % interval 0% to 66%)" in line and "docs/zero.md" in cure and "--show" in cure
+    assert "(95 % interval 0% to 66%)" in line and "docs/scenarios.md" in cure and "--show" in cure
     whole = out.split("\n\n")
     assert [part.splitlines()[0] for part in whole[1:]] == ["letters-1: reward 0"] * 2
     assert all("say 1 letters <b>now</b>" in part and "\n  assistant " in part for part in whole[1:])

@@ -17,13 +17,13 @@ import yaml
 from tests.support.paths import LETTERS, ROOT
 from tests.support.processes import forked
 
-PAGE = ROOT / "docs/ci.md"
+PAGE = ROOT / "docs/eval.md"
 GITHUB = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c"]  # as its runner starts `run`
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def files() -> dict[str, Any]:
-    """The files that docs/ci.md names, by the name in their first line."""
+    """The files that docs/eval.md names, by the name in their first line."""
     paths = [ROOT / "examples/ci" / name for name in ("agent.yml", "gitlab-ci.yml")]
     assert all(f"(../{path.relative_to(ROOT)})" in PAGE.read_text() for path in paths)
     return {path.read_text().split()[1]: yaml.safe_load(path.read_text()) for path in paths}

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MAX_SHOWN = 200  # number of characters of the first scenario in a finding
 SURE = 0.5  # the model is sure of equal attempts above this probability
 UNLIKELY = 1e-3  # something fixed the random numbers of equal attempts below this probability
-NO_REWARD = "see the model's replies with --show, and docs/zero.md; art plan measures the base over many scenarios"
+NO_REWARD = "see the model's replies with --show, and docs/scenarios.md; art plan measures the base over many scenarios"
 JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 
 

@@ -312,7 +312,7 @@ class RolloutConfig(Section):
     """Names of more environment variables for `command`. The usual variables (PATH, HOME, LANG, ...) are always passed;
     keys, for example, are not."""
     environment: EnvironmentConfig | None = None
-    """A ready-made environment instead of `entry` and `scenarios` (docs/environments.md). A name alone means {name:
+    """A ready-made environment instead of `entry` and `scenarios` (docs/rollouts.md). A name alone means {name:
     ...}."""
     scenarios: Scenarios | None = None
     """A file, or "file.py:function" that returns an iterable of objects with an `id`; tables may select columns. With

@@ -135,7 +135,7 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]
 
 class PromptLearnerConfig(_NoTorchLearnerConfig):
     """The policy is a prompt: a step is a round of reflective prompt search, and no weight changes. It works with any
-    engine, also with endpoints that cannot be trained (docs/prompt.md)."""
+    engine, also with endpoints that cannot be trained (docs/teachers.md)."""
 
     weights: ClassVar[WeightsAt] = "process"  # the engine's
     trains_weights: ClassVar[bool] = False
