@@ -1,6 +1,6 @@
 """Agents of many frameworks, each as its users write it, are recorded token for token and trained.
 
-The programs in tests/clients/agents are the snippets of docs/clients.md.
+The programs in tests/clients/agents are the snippets of docs/clients.md and docs/coming-from.md.
 """
 
 import asyncio
@@ -151,10 +151,13 @@ def test_what_an_sdk_sends_again_is_one_turn(episode: Callable[[str], Episode], 
 
 
 def test_the_documentation_shows_what_is_tested() -> None:
-    shown = (ROOT / "docs" / "clients.md").read_text()
+    shown = "".join((ROOT / "docs" / name).read_text() for name in ("clients.md", "coming-from.md"))
     for path in (*(PLACE / name for name in AGENTS if name != "plain.py"), CLIENTS / NODE):
         kind = "js" if path.suffix == ".mjs" else "python"
-        assert f"```{kind}\n{path.read_text()}```\n" in shown, f"docs/clients.md does not show {path.name} as it is"
+        starts = (f"```{kind}\n", f"```{kind}\n# agent.py\n")  # the second where a page names the file
+        assert any(f"{start}{path.read_text()}```\n" in shown for start in starts), (
+            f"no page shows {path.name} as it is"
+        )
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
