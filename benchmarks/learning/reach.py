@@ -5,7 +5,7 @@
     python -m benchmarks.learning.reach --only parcels --sides default "rollout.groups_per_step=4"
     python -m benchmarks.learning.reach --table                          # runs nothing; prints the tables
 
-A side is `default`, `before` (advantages divided by the deviation, no bound on a step), `few` (algorithm=few-attempts),
+A side is `default`, `before` (advantages divided by the deviation, no bound on a step), `few` (attempts=few),
 `trl`, or settings of `art train` with spaces between them. All sides share base, adapter and the order of scenarios.
 All play the same attempts in total, but `few`, which plays half of them. TRL's is benchmarks/speed/loop_trl.py at the
 fastest of its settings, for the assistant alone.
@@ -41,7 +41,7 @@ WINDOW = 64  # attempts over which a reward is averaged
 SIDES = {
     "default": (),
     "before": ("loss.scale_advantages=true", "train.max_kl=null"),
-    "few": ("algorithm=few-attempts",),
+    "few": ("attempts=few",),
 }
 
 
