@@ -65,7 +65,7 @@ def run(
     from art_cli.runtime import threads
 
     stage_policy.check_output(output)
-    files, settings = _files(demos, overrides or [])
+    files, settings = files_and_settings(demos, overrides or [])
     loaded = load_config(config, [*settings, *_own_section(config, files, settings)])
     loaded = _with_options(loaded, files, best_of=best_of, min_reward=min_reward)
     check_ready(loaded, ("model", "algorithm"))
@@ -90,7 +90,7 @@ def run(
     print_result(result, _as_text(output, examples, metrics), as_json)
 
 
-def _files(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
+def files_and_settings(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Separates files from settings. Raises UsageError for a missing file."""
     settings = [word for word in words if ("=" in word or word.startswith("~")) and not os.path.exists(word)]
     files = [demos, *(Path(word) for word in words if word not in settings)]

@@ -3,6 +3,7 @@
 load_config    one run
 load_sweep     the runs of `--multirun`
 load_judge     only a judge, for `art judge` without a configuration
+load_reward    a reward model's training, for `art reward`
 load_gateway   a gateway in front of an endpoint, without a model or rollout
 compose_new    the content of a new configuration file
 """
@@ -37,6 +38,7 @@ from art_cli.config.schema import (
     VllmEngineConfig,
 )
 from art_cli.config.sections.base_config import RunName
+from art_cli.config.sections.reward_config import RewardRunConfig
 from art_cli.config.store_address import Directory
 from art_cli.runtime.errors import ConfigError, Problem
 
@@ -181,6 +183,13 @@ def load_judge(path: Path | None, overrides: Sequence[str] = ()) -> LoadedJudge:
         return LoadedJudge(loaded.config.judge, loaded.directory)
     composition = Composition(None, _JudgeOnly)
     return LoadedJudge(_judged(composition, overrides, _JudgeOnly).judge, composition.directory)
+
+
+def load_reward(overrides: Sequence[str]) -> RewardRunConfig:
+    """Loads a reward model's training from overrides alone. Raises ConfigError."""
+    composition = Composition(None, RewardRunConfig)
+    loaded = _judged(composition, overrides, RewardRunConfig)
+    return loaded.model_copy(update=_placed(loaded.model, AutoEngineConfig(), composition))
 
 
 def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:

@@ -159,13 +159,13 @@ def flip_rates(rewards: Sequence[Sequence[float]], golds: Sequence[Sequence[floa
             said = [reward for reward, true in zip(given, gold, strict=True) if true == truth]
             found.append(Ratio(sum(reward != truth for reward in said), len(said)))
         counts.append(found)
-    wrong, right = (_rate(found) for found in counts)
+    wrong, right = (rate(found) for found in counts)
     if wrong is None or right is None:
         return None
     return FlipRates(wrong, right, *(round(sum(ratio.denominator for ratio in found)) for found in counts))
 
 
-def _rate(ratios: Sequence[Ratio]) -> Measure | None:
+def rate(ratios: Sequence[Ratio]) -> Measure | None:
     """Returns the rate with its interval; rates of 0 and 1 get an exact bound, because every resample repeats them.
 
     The bound is Clopper and Pearson's (1934), 1 - 0.025 ** (1 / num). It counts groups as trials, because attempts

@@ -61,7 +61,9 @@ class RewardModelJudge(Judge):
         import torch
 
         model, tokenizer = self._load()
-        rows = [self._tokenize(tokenizer, model, conversation) for conversation in conversations]
+        longest = _longest(self.config.max_length, model, tokenizer)
+        name = self.config.model
+        rows = [conversation_ids(tokenizer, each, longest, name=name) for each in conversations]
         values = [0.0] * len(rows)
         by_length = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         size = self.config.batch_size
@@ -90,22 +92,6 @@ class RewardModelJudge(Judge):
         chosen = logits[:, self.config.label]
         return chosen.sigmoid() if self.config.activation == "sigmoid" else chosen
 
-    def _tokenize(self, tokenizer: Any, model: Any, conversation: Sequence[Json]) -> list[int]:
-        """Returns the conversation's token ids, truncated from the left."""
-        longest = _longest(self.config.max_length, model, tokenizer)
-        if tokenizer.chat_template:
-            try:
-                ids = list(controls_of(tokenizer).chat_ids(conversation))[-longest:]
-            except Exception as error:  # a chat template may raise anything
-                raise JudgeError(
-                    f"{self.config.model}: its chat template refuses a conversation: {describe(error)}"
-                ) from error
-        else:
-            text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
-            # Let the tokenizer truncate: encoders score from the leading special token.
-            ids = tokenizer(text, split_special_tokens=True, truncation=True, max_length=longest)["input_ids"]
-        return list(ids) or [tokenizer.pad_token_id or 0]
-
     def _load(self) -> tuple[Any, Any]:
         """Loads the model on first use. Raises JudgeStopped on failure."""
         if self._loaded is not None:
@@ -129,6 +115,20 @@ class RewardModelJudge(Judge):
 
     async def close(self) -> None:
         self._loaded = None
+
+
+def conversation_ids(tokenizer: Any, conversation: Sequence[Json], longest: int, *, name: str) -> list[int]:
+    """Returns the token ids of the conversation's end, at most `longest`. Raises JudgeError, which names the model."""
+    if tokenizer.chat_template:
+        try:
+            ids = list(controls_of(tokenizer).chat_ids(conversation))[-longest:]
+        except Exception as error:  # a chat template may raise anything
+            raise JudgeError(f"{name}: its chat template refuses a conversation: {describe(error)}") from error
+    else:
+        text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
+        # Let the tokenizer truncate: encoders score from the leading special token.
+        ids = tokenizer(text, split_special_tokens=True, truncation=True, max_length=longest)["input_ids"]
+    return list(ids) or [tokenizer.pad_token_id or 0]
 
 
 def _longest(wanted: int | None, model: Any, tokenizer: Any) -> int:

@@ -106,8 +106,13 @@ class _Row(ScoredRow, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         data = bytes(self.messages)
-        self.digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+        self.digest = message_digest(data)
         self.length, self.messages = len(data), msgspec.Raw()
+
+
+def message_digest(messages: bytes | msgspec.Raw) -> str:
+    """Returns the digest of an attempt's messages as they stand in the file."""
+    return hashlib.blake2b(bytes(messages), digest_size=8).hexdigest()
 
 
 class PersonLabels:

@@ -1,0 +1,1 @@
+"""Reward models: judges that `art reward` trains on scored groups and labels."""

@@ -1,0 +1,189 @@
+"""Preferences: what teachers said about attempts, read from scored files and labels. No torch.
+
+    scored.jsonl    pairs of a group whose rewards differ; a group of one attempt gives a single value in [0, 1]
+    labels.jsonl    pairs that a person ordered (`art label`); they replace the rewards' order of the same two attempts
+
+A person's `equal` removes the pair. Attempts without a reward or without messages, groups without a difference, and
+single rewards outside [0, 1] teach nothing and are counted.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli.judges.files.person_labels import SIGNS, Pair, PairLabel, message_digest
+from art_cli.judges.judge_report import ScoredRow
+from art_cli.learners.sft.examples import scored_files
+from art_cli.runs.durable import read_lines
+from art_cli.runs.json_lines import decode, lines
+from art_cli.runs.trajectory import EQUAL_REWARDS, Json, by_group
+from art_cli.runtime.errors import DataError, UsageError, printable
+
+LABELS = "labels"  # kind of pairs that a person ordered
+
+
+class Taught(NamedTuple):
+    """An order of two attempts, by index in the group. Example: Taught(better=0, worse=3, kind="ruler")"""
+
+    better: int
+    worse: int
+    kind: str  # name of the judge, or LABELS
+
+
+@dataclass
+class PreferenceGroup:
+    """A group's attempts with messages, and what is known about them."""
+
+    name: str  # file and group id
+    scenario: str  # scenarios are divided, so that no scenario is both trained on and held out
+    kind: str  # name of the rewards' judge
+    ids: list[str]  # [A]
+    conversations: list[list[Json]]  # [A]
+    pairs: list[Taught] = field(default_factory=list)
+    value: float | None = None  # reward in [0, 1] of a single attempt
+
+    @property
+    def teaches(self) -> bool:
+        return bool(self.pairs) or self.value is not None
+
+
+class Preferences(NamedTuple):
+    groups: list[PreferenceGroup]  # those that teach
+    counts: dict[str, int]  # pairs by kind, single values, and what was left out
+
+
+class _Place(NamedTuple):
+    group: PreferenceGroup
+    index: int
+
+
+_Key = tuple[str, str, str]  # group id, attempt id, digest of its messages or ""
+
+
+class _Row(ScoredRow, kw_only=True):
+    id: str
+    messages: msgspec.Raw
+    scenario: Json = {}
+    source: str | None = None
+
+    @property
+    def scenario_id(self) -> str:
+        return f"{self.source or ''}/{self.scenario.get('id', self.group_id)}"
+
+
+def read_preferences(paths: Sequence[Path]) -> Preferences:
+    """Reads scored files, labels and run directories. Raises UsageError and DataError, also if nothing teaches."""
+    files = [file for path in paths for file in data_files(path)]
+    labels, groups = list[PairLabel](), list[PreferenceGroup]()
+    counts = dict.fromkeys(("without_reward", "without_messages", "without_difference", "beyond_0_to_1"), 0)
+    owners = dict[_Key, _Place]()
+    for file in files:
+        if _is_labels(file):
+            labels += read_lines(file, PairLabel)
+            continue
+        for name, rows in by_group(read_lines(file, _Row)).items():
+            groups.append(_group(file, name, rows, owners, counts))
+    counts["unknown_labels"] = _apply(labels, owners)
+    teaching = [group for group in groups if group.teaches]
+    counts["without_difference"] += sum(len(group.ids) > 1 and not group.pairs for group in groups)
+    if not teaching:
+        unknown = f"; {counts['unknown_labels']} labels are of attempts in none of these files" if labels else ""
+        reason = "no two attempts of a group differ in reward or label, and no single attempt has a reward from 0 to 1"
+        raise DataError(f"{reason}{unknown}; score the attempts first: art judge, art label", files[0])
+    kinds = [pair.kind for group in teaching for pair in group.pairs]
+    counts |= {f"pairs.{kind}": kinds.count(kind) for kind in sorted(set(kinds))}
+    return Preferences(teaching, counts | {"values": sum(group.value is not None for group in teaching)})
+
+
+def data_files(path: Path) -> list[Path]:
+    """Returns the file itself, or a run's scored files and their labels. Raises UsageError."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    if not path.is_dir():
+        return [path]
+    found = [file for file in scored_files(path) if file.is_file()]
+    if not found:
+        raise UsageError(f"{path}: no scored trajectories there; a run has them in step_*/scored.jsonl")
+    beside = dict.fromkeys(file.with_name("labels.jsonl") for file in found)
+    return [*found, *(file for file in beside if file.is_file())]
+
+
+def _is_labels(path: Path) -> bool:
+    """Returns True if the first line is a label."""
+    for line in lines(path):
+        try:
+            return "verdict" in decode(line.data, msgspec.json.Decoder(dict[str, msgspec.Raw]))
+        except ValueError:
+            return False  # read_lines names the mistake
+    return False
+
+
+def _group(
+    file: Path, name: str, rows: Sequence[_Row], owners: dict[_Key, _Place], counts: dict[str, int]
+) -> PreferenceGroup:
+    kind = "+".join(sorted({score.judge for row in rows for score in row.scores})) or "reward"
+    group, rewards = PreferenceGroup(f"{file}:{name}", rows[0].scenario_id, kind, [], []), list[float | None]()
+    for row in rows:
+        try:
+            messages = msgspec.json.decode(row.messages, type=list[Json])
+        except msgspec.MsgspecError as error:
+            raise DataError(f"messages of attempt {printable(row.id)}: {error}", file) from error
+        if row.error is not None or not messages:
+            counts["without_reward" if row.error is not None else "without_messages"] += 1
+            continue
+        for digest in (message_digest(row.messages), ""):
+            owners[name, row.id, digest] = _Place(group, len(group.ids))
+        counts["without_reward"] += row.reward is None
+        rewards.append(row.reward)
+        group.ids.append(row.id)
+        group.conversations.append(messages)
+    if len(rows) == len(rewards) == 1 and rewards[0] is not None:
+        group.value = rewards[0] if 0 <= rewards[0] <= 1 else None
+        counts["beyond_0_to_1"] += group.value is None
+    for (one, reward), (other, compared) in combinations(enumerate(rewards), 2):
+        if reward is not None and compared is not None and abs(reward - compared) > EQUAL_REWARDS:
+            group.pairs.append(Taught(*((one, other) if reward > compared else (other, one)), kind))
+    return group
+
+
+def _apply(labels: Iterable[PairLabel], owners: Mapping[_Key, _Place]) -> int:
+    """Puts labels in place of the pairs that rewards order. Returns the number of labels for unknown attempts.
+
+    As in `art label`, `undo` removes the label with the same sides, and the first answer about a pair counts.
+    """
+    said = dict[Pair, PairLabel]()
+    for label in labels:
+        said[label.pair] = label
+        if label.verdict == "undo":
+            del said[label.pair]
+    num_unknown, done = 0, set[tuple[str, frozenset[int]]]()
+    for pair, label in said.items():
+        places = [owners.get((pair.group_id, *side)) for side in zip(pair[1:], label.digests or ("", ""), strict=True)]
+        group, sides = places[0] and places[0].group, [place.index for place in places if place is not None]
+        if group is None or places[1] is None or places[1].group is not group or sides[0] == sides[1]:
+            num_unknown += 1
+            continue
+        key = (group.name, frozenset(sides))
+        if label.verdict in SIGNS and key not in done:
+            done.add(key)
+            group.pairs = [each for each in group.pairs if {each.better, each.worse} != set(sides)]
+            if sign := SIGNS[label.verdict]:
+                group.pairs.append(Taught(*sides[::sign], LABELS))
+    return num_unknown
+
+
+def divide(
+    groups: Sequence[PreferenceGroup], share: float, seed: int
+) -> tuple[list[PreferenceGroup], list[PreferenceGroup]]:
+    """Returns (trained, held out) groups, divided by scenario. Raises DataError for fewer than two scenarios."""
+    scenarios = sorted({group.scenario for group in groups})
+    if len(scenarios) < 2:
+        raise DataError("all of it is of one scenario, so none can be held out; add groups of others", groups[0].name)
+    random.Random(seed).shuffle(scenarios)
+    held = set(scenarios[: min(len(scenarios) - 1, max(1, round(share * len(scenarios))))])
+    return [each for each in groups if each.scenario not in held], [each for each in groups if each.scenario in held]

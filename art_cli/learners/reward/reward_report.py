@@ -1,0 +1,68 @@
+"""Agreement of a reward model with its teacher, over pairs that the teacher orders. Pure functions on numbers."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from statistics import median
+from typing import NamedTuple
+
+from art_cli.judges.agreement import Measure, Ratio, rate
+from art_cli.learners.reward.preferences import PreferenceGroup
+from art_cli.runs.trajectory import EQUAL_REWARDS
+
+ALL = "all"
+
+
+class ComparedPair(NamedTuple):
+    """A pair that the teacher orders. Example: ComparedPair("s1", "s1-0", "s1-3", 1.2, 310, "ruler")"""
+
+    unit: str  # group id, or attempt id of a single value: what is drawn again for the interval
+    better: str
+    worse: str
+    margin: float  # score of the better attempt minus score of the worse
+    length: float  # mean characters of both attempts
+    kind: str
+
+
+def compare(groups: Sequence[PreferenceGroup], scores: Sequence[Sequence[float]]) -> list[ComparedPair]:
+    """Returns all pairs in a group, and all pairs of single values that differ."""
+    singles = [(group, own[0]) for group, own in zip(groups, scores, strict=True) if group.value is not None]
+    return [*_in_groups(groups, scores), *_of_values(singles)]
+
+
+def _in_groups(groups: Sequence[PreferenceGroup], scores: Sequence[Sequence[float]]) -> Iterator[ComparedPair]:
+    for group, own in zip(groups, scores, strict=True):
+        sizes = [len(str(each)) for each in group.conversations]
+        for high, low, kind in group.pairs:
+            margin, length = own[high] - own[low], (sizes[high] + sizes[low]) / 2
+            yield ComparedPair(group.name, group.ids[high], group.ids[low], margin, length, kind)
+
+
+def _of_values(singles: Sequence[tuple[PreferenceGroup, float]]) -> Iterator[ComparedPair]:
+    for one, other in combinations(singles, 2):
+        (high, score), (low, lower) = sorted((one, other), key=lambda each: -(each[0].value or 0.0))
+        if (high.value or 0.0) - (low.value or 0.0) > EQUAL_REWARDS:
+            length = (len(str(high.conversations)) + len(str(low.conversations))) / 2
+            yield ComparedPair(one[0].name, high.ids[0], low.ids[0], score - lower, length, f"{high.kind} (single)")
+
+
+def measure(pairs: Sequence[ComparedPair]) -> dict[str, Measure]:
+    """Returns the share of pairs in the teacher's order: of all, by kind, and of the shorter and the longer half.
+
+    A tie of the scores counts one half. Empty without pairs.
+    """
+    middle = median(pair.length for pair in pairs) if pairs else 0.0
+    parts = defaultdict[str, list[ComparedPair]](list)
+    for pair in pairs:
+        for part in (ALL, pair.kind, "shorter half" if pair.length <= middle else "longer half"):
+            parts[part].append(pair)
+    measures = {part: rate([*_ratios(found)]) for part, found in parts.items()}
+    order = [ALL, *sorted(set(measures) - {ALL})]
+    return {part: found for part in order if (found := measures.get(part)) is not None}
+
+
+def _ratios(pairs: Sequence[ComparedPair]) -> Iterator[Ratio]:
+    units = defaultdict[str, list[float]](list)
+    for pair in pairs:
+        units[pair.unit].append(0.5 if abs(pair.margin) <= EQUAL_REWARDS else float(pair.margin > 0))
+    yield from (Ratio(sum(credits), len(credits)) for credits in units.values())
