@@ -215,10 +215,10 @@ def has_votes(judge: schema.JudgeConfig) -> bool:
 
 
 def ranks(judge: schema.JudgeConfig) -> bool:
-    """Returns True if the judge compares attempts within a group; False for user code."""
+    """Returns True if the judge's rewards compare within a group only; False for user code."""
     if isinstance(judge, schema.BlendJudgeConfig):
         return any(name == "ruler" if name not in judge.judges else ranks(judge.judges[name]) for name in judge.blend)
-    return isinstance(judge, schema.RulerJudgeConfig)
+    return isinstance(judge, schema.RulerJudgeConfig | schema.CascadeJudgeConfig)
 
 
 def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:

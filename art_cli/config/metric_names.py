@@ -78,6 +78,13 @@ NEEDS: dict[str, Need] = {
         ("reward_parent", "reward_proposal", "is_accepted", "num_prompts", "reflection_tokens", "reflection_usd"),
         ("learner=prompt", lambda config: not config.learner.trains_weights),
     ),
+    **dict.fromkeys(
+        ("cascade_asked", "cascade_pairs", "cascade_agreement"),
+        (
+            "judge=cascade",
+            lambda config: any(isinstance(each.judge, schema.CascadeJudgeConfig) for each in config.by_source.values()),
+        ),
+    ),
     "num_refilled": ("rollout.refill", lambda config: config.rollout.num_spare > 0),
     "rollouts_at_once": ("rollout.concurrency=auto", lambda config: config.rollout.concurrency == "auto"),
     "num_replayed": ("rollout.replay", lambda config: config.rollout.replay is not None),

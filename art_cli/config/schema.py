@@ -26,6 +26,7 @@ from art_cli.config.sections.engine_config import (
 )
 from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
+    CascadeJudgeConfig,
     FunctionJudgeConfig,
     JudgeConfig,
     JudgeModelConfig,
@@ -87,7 +88,8 @@ from art_cli.config.store_address import Directory, StoreAddress, is_address, pr
 
 __all__ = [
     "MAX_COUNT", "MAX_NAME", "YEAR_S", "AlgorithmConfig", "AnthropicEngineConfig", "AutoEngineConfig",
-    "BaseLearnerConfig", "BlendJudgeConfig", "CispoConfig", "DapoConfig", "DistillConfig", "DrGrpoConfig",
+    "BaseLearnerConfig", "BlendJudgeConfig", "CascadeJudgeConfig", "CispoConfig", "DapoConfig", "DistillConfig",
+    "DrGrpoConfig",
     "EmbeddedEngineConfig", "EngineConfig", "EngineSection", "EnvironmentConfig", "EvalConfig", "FunctionJudgeConfig",
     "GatewayConfig", "GrpoConfig", "GspoConfig", "JudgeConfig", "JudgeModelConfig", "LangfuseTrackerConfig",
     "LearnerConfig", "LoraConfig", "LossConfig", "MetricJudgeConfig", "ModelConfig", "NamedJudgeConfig",

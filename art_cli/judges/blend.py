@@ -1,4 +1,4 @@
-"""BlendJudge: the weighted mean of several judges' rewards.
+"""BlendJudge: the weighted mean of several judges' rewards. SeveralJudges: a judge made of others.
 
 If one judge fails, the group stays owed, because a mean over the other judges would be a different reward.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
+    CascadeJudgeConfig,
     NamedJudgeConfig,
     RolloutJudgeConfig,
     RulerJudgeConfig,
@@ -18,16 +19,15 @@ from art_cli.judges import Judge, Verdict, judge_class, make_judge, make_key
 from art_cli.judges.costs import CostEstimate, Usage
 from art_cli.runs.trajectory import Score, Trajectory
 
+AnySeveral = BlendJudgeConfig | CascadeJudgeConfig
 
-class BlendJudge(Judge):
-    """Weights are normalized: {ruler: 7, rollout: 3} means {ruler: 0.7, rollout: 0.3}."""
 
-    title = "blend"
+class SeveralJudges(Judge):
+    """A judge that asks others, by name, and sums up what they cost."""
 
     def __init__(
-        self, config: BlendJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
+        self, config: AnySeveral, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
     ) -> None:
-        self.weights = config.blend
         named = named_judges(config)
         has_several = sum(isinstance(each, RulerJudgeConfig) for each in named.values()) > 1  # separate budgets
         self.judges = judges or {
@@ -38,6 +38,47 @@ class BlendJudge(Judge):
         self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
         self.spent_usd = sum(judge.spent_usd for judge in self.judges.values())
         self.is_priced = all(judge.is_priced for judge in self.judges.values())
+
+    @property
+    def usage(self) -> Usage:
+        return sum((judge.usage for judge in self.judges.values()), Usage())
+
+    @property
+    def num_cached(self) -> int:
+        return sum(judge.num_cached for judge in self.judges.values())
+
+    @property
+    def parts(self) -> Sequence[Judge]:
+        return list(self.judges.values())
+
+    @classmethod
+    def for_trial(cls, config: AnySeveral, directory: Path) -> "SeveralJudges":
+        named = named_judges(config).items()
+        tried = {name: judge_class(each, directory).for_trial(each, directory) for name, each in named}
+        return cls(config, directory, judges=tried)
+
+    @classmethod
+    def missing_keys(cls, config: AnySeveral, directory: Path) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for each in named_judges(config).values():
+            found |= judge_class(each, directory).missing_keys(each, directory)
+        return found
+
+    async def close(self) -> None:
+        for judge in self.judges.values():
+            await judge.close()
+
+
+class BlendJudge(SeveralJudges):
+    """Weights are normalized: {ruler: 7, rollout: 3} means {ruler: 0.7, rollout: 0.3}."""
+
+    title = "blend"
+
+    def __init__(
+        self, config: BlendJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
+    ) -> None:
+        super().__init__(config, directory, job=job, judges=judges)
+        self.weights = config.blend
         self.compares = any(judge.compares for judge in self.judges.values())
         self.has_rounds = any(judge.has_rounds for judge in self.judges.values())
 
@@ -89,41 +130,14 @@ class BlendJudge(Judge):
         variance = sum((self.weights[name] / weight) ** 2 * each for name, each in known.items()) if known else None
         return Verdict(reward=total / weight, scores=scores, variance=variance)
 
-    @property
-    def usage(self) -> Usage:
-        return sum((judge.usage for judge in self.judges.values()), Usage())
-
-    @property
-    def num_cached(self) -> int:
-        return sum(judge.num_cached for judge in self.judges.values())
-
     def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
         known = [each for judge in self.judges.values() if (each := judge.estimate(group)) is not None]
         return sum(known, CostEstimate()) if known else None
 
-    @property
-    def parts(self) -> Sequence[Judge]:
-        return list(self.judges.values())
 
-    @classmethod
-    def for_trial(cls, config: BlendJudgeConfig, directory: Path) -> "BlendJudge":
-        named = named_judges(config).items()
-        tried = {name: judge_class(each, directory).for_trial(each, directory) for name, each in named}
-        return cls(config, directory, judges=tried)
-
-    @classmethod
-    def missing_keys(cls, config: BlendJudgeConfig, directory: Path) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for each in named_judges(config).values():
-            found |= judge_class(each, directory).missing_keys(each, directory)
-        return found
-
-    async def close(self) -> None:
-        for judge in self.judges.values():
-            await judge.close()
-
-
-def named_judges(config: BlendJudgeConfig) -> dict[str, NamedJudgeConfig]:
-    """Returns the configuration of each weighted judge; `ruler` and `rollout` have defaults."""
+def named_judges(config: AnySeveral) -> dict[str, NamedJudgeConfig]:
+    """Returns the configuration of each judge in it; in a blend, `ruler` and `rollout` have defaults."""
+    if isinstance(config, CascadeJudgeConfig):
+        return {"first": config.first, "then": config.then}
     defaults: dict[str, NamedJudgeConfig] = {"ruler": RulerJudgeConfig(name="ruler"), "rollout": RolloutJudgeConfig()}
     return {name: (defaults | config.judges)[name] for name in config.blend}

@@ -8,6 +8,7 @@ imported lazily.
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,20 @@ class RewardModelJudge(Judge):
         self.config, self._directory = config, directory
         self._turn, self._computing = asyncio.Lock(), threading.Lock()  # waiting groups occupy no thread
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
+        self._digest: str | None = None
 
     @property
     def settings(self) -> str:
         """A digest of the model (hub id or file hashes) and the output settings. Reads the weights."""
         deciding = self.config.model_dump(mode="json", include={"label", "activation", "max_length"})
-        path = self._directory / self.config.model
-        model = hash_files(path) if path.is_dir() else self.config.model
-        return make_key(model=model, told=deciding)[:12]
+        return make_key(model=self._digest_of_files() or self.config.model, told=deciding)[:12]
+
+    def _digest_of_files(self) -> str:
+        """Returns the digest of the model's directory, read once; "" for a hub id."""
+        if self._digest is None:
+            path = self._directory / self.config.model
+            self._digest = make_key(model=hash_files(path)) if path.is_dir() else ""
+        return self._digest
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """Returns the selected output as reward. Raises JudgeError for non-finite scores, JudgeStopped if loading
@@ -45,10 +52,11 @@ class RewardModelJudge(Judge):
             return {}
         async with self._turn:
             values = await asyncio.to_thread(self._score, [trajectory.messages for trajectory in group])
+            digest = await asyncio.to_thread(self._digest_of_files)
+        returned = f"{self.config.model}@{digest[:12]}" if digest else None
+        score = partial(Score, judge="reward_model", model=self.config.model, model_returned=returned)
         return {
-            trajectory.id: Verdict(
-                reward=value, scores=[Score(judge="reward_model", model=self.config.model, score=value)]
-            )
+            trajectory.id: Verdict(reward=value, scores=[score(score=value)])
             for trajectory, value in zip(group, values, strict=True)
         }
 

@@ -17,7 +17,7 @@ from statistics import fmean
 import msgspec
 
 from art_cli.config.schema import RulerJudgeConfig, RunConfig, ShadowConfig
-from art_cli.config.sections.judge_config import BlendJudgeConfig, JudgeConfig
+from art_cli.config.sections.judge_config import BlendJudgeConfig, CascadeJudgeConfig, JudgeConfig
 from art_cli.judges import Judge, Verdict, make_judge
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory
@@ -49,7 +49,7 @@ class ShadowJudges:
         scores: dict[str, list[Score]] = {}
         for name, verdicts in zip(chosen, await asyncio.gather(*(self._ask(n, finished) for n in chosen)), strict=True):
             for id, verdict in verdicts.items():
-                scores.setdefault(id, []).append(_score(name, verdict))
+                scores.setdefault(id, []).append(named_score(name, verdict))
         return scores
 
     async def _ask(self, name: str, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
@@ -92,7 +92,7 @@ def is_chosen(name: str, trajectory: Trajectory, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def _score(name: str, verdict: Verdict) -> Score:
+def named_score(name: str, verdict: Verdict) -> Score:
     """Converts a verdict to a score named after the shadow judge, with explanation and votes if there is a single
     score.
     """
@@ -136,7 +136,7 @@ def compares_only(judge: JudgeConfig) -> bool:
     """
     if isinstance(judge, BlendJudgeConfig):
         return "ruler" in judge.blend or any(map(compares_only, judge.judges.values()))
-    return isinstance(judge, RulerJudgeConfig)
+    return isinstance(judge, RulerJudgeConfig | CascadeJudgeConfig)
 
 
 def _pair(trajectory: ScoredTrajectory, name: str) -> tuple[float, float] | None:

@@ -30,6 +30,7 @@ from art_cli.config.metric_names import JUDGED_BY
 from art_cli.config.schema import RunConfig
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import Judge
+from art_cli.judges.cascade import cascade_numbers
 from art_cli.judges.costs import Usage
 from art_cli.judges.reliability import is_left_out, reliability_numbers, with_reliability
 from art_cli.judges.shadow_judges import ShadowJudges, shadow_numbers
@@ -294,7 +295,7 @@ class Batches:
             numbers["num_failed"] = sum(each.error is not None for each in played.groups.done)
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)
-        numbers |= shadow_numbers(groups, self.config) | _models_returned(groups)
+        numbers |= shadow_numbers(groups, self.config) | cascade_numbers(groups, self.config) | _models_returned(groups)
         if self.config.learner.trains_weights:  # a prompt learner ignores reliability
             numbers |= reliability_numbers(trained)
         return numbers | played.groups.numbers(played.scorer.scored)

@@ -25,6 +25,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.key_locations import show
 from art_cli.config.schema import (
     BlendJudgeConfig,
+    CascadeJudgeConfig,
     DistillConfig,
     FunctionJudgeConfig,
     JudgeModelConfig,
@@ -203,6 +204,9 @@ def _judge(loaded: LoadedConfig) -> Iterator[Wrong]:
     if isinstance(judge, BlendJudgeConfig):
         for name, each in judge.judges.items():
             yield from _one_judge(f"judge.judges.{name}", each, loaded.directory)
+    elif isinstance(judge, CascadeJudgeConfig):
+        yield from _one_judge("judge.first", judge.first, loaded.directory)
+        yield from _one_judge("judge.then", judge.then, loaded.directory)
     else:
         yield from _one_judge("judge", judge, loaded.directory)
 

@@ -76,7 +76,7 @@ def train_reward(
         base = find_base(config.model.base, directory=Path.cwd(), built=temporary / "base")
         weights = load_weights(config.model, base, device=config.learner.device, seed=config.reward.seed)
         trainer = RewardTrainer(weights, config.model, config.learner, config.reward)
-        loss = trainer.train(trained, progress=bar or (lambda done, total, facts="": None))
+        loss = trainer.train(trained, progress=bar)
         pairs = {name: compare(groups, trainer.score(groups)) for name, groups in measured.items()}
         measures = {name: measure(each) for name, each in pairs.items()}
         facts = {

@@ -12,6 +12,7 @@ failing_pays      more rollouts fail than at first, while the others' reward ris
 parted            reward and shadow score part, by a test with bounded false alarms (runs/parting.py);
                   or the judge agrees less with a person's labels (judges/files/run_labels.py)
 judge_changed     judge replies name a new model
+cascade_drifted   a cascade's judges order too few of the newest audited pairs alike (judges/cascade.py)
 
 A reason is a metric that changed between the best policy and the worse policy (entropy, signal, gap, clipping, length,
 failures, gradient), with a cure. This module contains the cures of all findings.
@@ -34,6 +35,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from art_cli.config.metric_names import JUDGED_BY
+from art_cli.judges.agreement import Ratio
+from art_cli.judges.cascade import MIN_AGREEMENT, recent_agreement
 from art_cli.judges.files.run_labels import OrderedPair, describe_fall, find_fall
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.intervals import LEVEL, mean_interval, student
@@ -79,6 +82,7 @@ MEASURE_JUDGE = (
     "art judge step_*/trajectories.jsonl --probe measures what judges now, and --gold its agreement; name a dated "
     "snapshot in judge.model, which the provider does not replace"
 )
+NEWER_JUDGE = "train the first judge on newer attempts (art reward), or raise judge.unsure"
 LIMITS = "rollout.max_turns, rollout.sampling.max_tokens and model.max_length, or a lower rollout.limit_reward"
 # (kind, metric, smallest value, text, cure) of metrics that matter once they double
 DOUBLED = (
@@ -260,6 +264,7 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     """
     lasting = list(_lasting(history, is_comparable=is_comparable))
     found = [*_evaluations_fell(history), *lasting, *_parted(history), *_judge_changed(history.updates)]
+    found += _cascade_drifted(history.updates)
     if is_comparable:
         found += [*_training_fell(history), *_stuck(history.updates, lasting), *_frozen(history.updates, lasting)]
     return sorted(found, key=lambda finding: finding.step)
@@ -434,6 +439,19 @@ def _failing_pays(updates: Window) -> RunFinding | None:
         f"{rewards[0]:.2g} to {rewards[1]:.2g}{mostly(now)}: failing may pay"
     )
     return RunFinding("failing_pays", *_ends(now), text, [], SCORE_FAILURES)
+
+
+def _cascade_drifted(updates: Sequence[UpdateNumbers]) -> Iterator[RunFinding]:
+    """Yields the first step after which the newest audited pairs of a cascade agree too rarely."""
+    audited = list[Ratio]()
+    for update in updates:
+        if pairs := update.get("cascade_pairs"):
+            audited.append(Ratio(pairs * (update.get("cascade_agreement") or 0.0), pairs))
+            agreement = recent_agreement(audited)
+            if agreement is not None and agreement < MIN_AGREEMENT:
+                text = f"a cascade's judges order {agreement:.0%} of the audited pairs up to step {update.number} alike"
+                yield RunFinding("cascade_drifted", update.number, update.number, text, [], NEWER_JUDGE)
+                return
 
 
 # --- lasting states ---------------------------------------------------------------------------------------------------

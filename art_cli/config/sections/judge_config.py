@@ -272,8 +272,32 @@ class BlendJudgeConfig(ScoringJudgeConfig):
         return self
 
 
-JudgeConfig = Annotated[_OneJudgeConfig | BlendJudgeConfig | NoJudgeConfig, Field(discriminator="name")]
-ScoringJudge = Annotated[_OneJudgeConfig | BlendJudgeConfig, Field(discriminator="name"), BeforeValidator(_own_judge)]
+class CascadeJudgeConfig(ScoringJudgeConfig):
+    """A cheap judge scores every group; an expensive judge replaces its scores where it is unsure, and by lot."""
+
+    name: Literal["cascade"]
+    first: NamedJudgeConfig
+    """The cheap judge: {name: reward_model, model: DIR}."""
+    then: NamedJudgeConfig
+    """The expensive judge: {name: ruler}."""
+    unsure: UnitInterval = 0.2
+    """The largest share of groups that `then` scores because `first` orders their attempts least surely."""
+    audit: UnitInterval = 0.05
+    """The share of groups that `then` scores by lot, by a hash of the group's id. They measure the agreement."""
+
+    @model_validator(mode="after")
+    def _no_noise(self) -> Self:
+        if self.first.noise is not None or self.then.noise is not None or self.noise is not None:
+            raise ValueError("'noise' is for one judge's rewards, and the groups of a cascade come from two")
+        return self
+
+
+JudgeConfig = Annotated[
+    _OneJudgeConfig | BlendJudgeConfig | CascadeJudgeConfig | NoJudgeConfig, Field(discriminator="name")
+]
+ScoringJudge = Annotated[
+    _OneJudgeConfig | BlendJudgeConfig | CascadeJudgeConfig, Field(discriminator="name"), BeforeValidator(_own_judge)
+]
 
 
 ShadowName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]

@@ -59,7 +59,7 @@ class Preferences(NamedTuple):
 
 class _Place(NamedTuple):
     group: PreferenceGroup
-    index: int
+    at: int  # the attempt's index in it
 
 
 _Key = tuple[str, str, str]  # group id, attempt id, digest of its messages or ""
@@ -164,7 +164,7 @@ def _apply(labels: Iterable[PairLabel], owners: Mapping[_Key, _Place]) -> int:
     num_unknown, done = 0, set[tuple[str, frozenset[int]]]()
     for pair, label in said.items():
         places = [owners.get((pair.group_id, *side)) for side in zip(pair[1:], label.digests or ("", ""), strict=True)]
-        group, sides = places[0] and places[0].group, [place.index for place in places if place is not None]
+        group, sides = places[0] and places[0].group, [place.at for place in places if place is not None]
         if group is None or places[1] is None or places[1].group is not group or sides[0] == sides[1]:
             num_unknown += 1
             continue
@@ -173,7 +173,8 @@ def _apply(labels: Iterable[PairLabel], owners: Mapping[_Key, _Place]) -> int:
             done.add(key)
             group.pairs = [each for each in group.pairs if {each.better, each.worse} != set(sides)]
             if sign := SIGNS[label.verdict]:
-                group.pairs.append(Taught(*sides[::sign], LABELS))
+                better, worse = sides[::sign]
+                group.pairs.append(Taught(better, worse, LABELS))
     return num_unknown
 
 

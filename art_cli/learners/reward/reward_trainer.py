@@ -14,7 +14,7 @@ values, no division by scenario, and needs trl, accelerate and datasets at run t
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from art_cli.models.base_source import hide_progress_bars, loading
 from art_cli.models.model_shape import width_of
 from art_cli.models.weights import Weights
 from art_cli.runtime.errors import LearnerError, UsageError
+from art_cli.runtime.log import Bar
 
 Scores = list[list[float]]  # one list per group, one score per attempt
 
@@ -74,7 +75,7 @@ class RewardTrainer:
             ids.pop()
         return bare_sample(np.array([*ids, 0], dtype=np.int64), np.array([len(ids)]), group.name)
 
-    def train(self, groups: Sequence[PreferenceGroup], *, progress: Callable[[int, int, str], None]) -> float:
+    def train(self, groups: Sequence[PreferenceGroup], *, progress: Bar | None = None) -> float:
         """Trains all epochs. Returns the last epoch's mean loss per pair or value. Raises LearnerError if it is not
         finite.
         """
@@ -93,7 +94,8 @@ class RewardTrainer:
                         raise LearnerError("reward: the loss is not finite; lower reward.learning_rate")
                     optimizer.update()
                     optimizer.counts.num_steps += 1
-                progress(epoch * num_epoch + len(losses), num_updates, f"loss {np.mean(losses):.3f}")
+                if progress is not None:
+                    progress(epoch * num_epoch + len(losses), num_updates, f"loss {np.mean(losses):.3f}")
         self._settle()
         return float(np.mean(losses))
 
@@ -119,9 +121,11 @@ class RewardTrainer:
             scores = torch.cat(found).detach().requires_grad_()
             loss = preference_loss(groups, scores[[places[id(sample)] for sample in flat]])
             [slopes] = torch.autograd.grad(loss, scores)
-            for pack, known, slope in zip(packs, found, slopes.split([len(each) for each in found]), strict=True):
+            for pack, known, slope in zip(
+                packs, found, torch.split(slopes, [len(each) for each in found]), strict=True
+            ):
                 again = known if len(packs) == 1 else self._scores(pack)
-                (again * slope).sum().backward()  # type: ignore[no-untyped-call]
+                (again * slope).sum().backward()
         return float(loss.detach())
 
     def _scores(self, pack: Pack) -> Tensor:
@@ -178,7 +182,8 @@ def _empty_classifier(weights: Weights) -> Any:
     config = copy.deepcopy(model.config)
     config.num_labels, config.pad_token_id = 1, weights.tokenizer.pad_token_id or weights.tokenizer.eos_token_id
     with loading(weights.base, f"the base model {weights.base}"), torch.device("meta"):
-        made: Any = transformers.AutoModelForSequenceClassification.from_config(config, dtype=weights.dtype)
+        kind: Any = transformers.AutoModelForSequenceClassification
+        made = kind.from_config(config, dtype=weights.dtype)
     if type(made.base_model) is not type(model.base_model) or not isinstance(
         getattr(made, "score", None), torch.nn.Linear
     ):
