@@ -85,7 +85,8 @@ def _rows(prefix: str, name: str, field: FieldInfo) -> Iterator[str]:
     key, found = f"{prefix}.{name}" if prefix else name, sections(field)
     if get_origin(field.annotation) is dict and len(found) == 1:
         yield from (_row(f"{key}.NAME", below, each) for below, each in found[0].model_fields.items())
-    if get_origin(field.annotation) in (list, dict):
+    is_judge = len(found) > 1 and set(found) <= set(variants(RunConfig, "judge").values())
+    if is_judge or get_origin(field.annotation) in (list, dict):  # the judges' keys are written once
         return
     for section in found:
         if len(found) > 1:

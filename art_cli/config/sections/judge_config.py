@@ -277,7 +277,7 @@ class CascadeJudgeConfig(ScoringJudgeConfig):
 
     name: Literal["cascade"]
     first: NamedJudgeConfig
-    """The cheap judge: {name: reward_model, model: DIR}."""
+    """The cheap judge, like a `judge` section: {name: reward_model, model: DIR}."""
     then: NamedJudgeConfig
     """The expensive judge: {name: ruler}."""
     unsure: UnitInterval = 0.2

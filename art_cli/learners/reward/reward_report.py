@@ -10,7 +10,7 @@ from art_cli.judges.agreement import Measure, Ratio, rate
 from art_cli.learners.reward.preferences import PreferenceGroup
 from art_cli.runs.trajectory import EQUAL_REWARDS
 
-ALL = "all"
+ALL, HALVES = "all", ("shorter half", "longer half")
 
 
 class ComparedPair(NamedTuple):
@@ -54,10 +54,10 @@ def measure(pairs: Sequence[ComparedPair]) -> dict[str, Measure]:
     middle = median(pair.length for pair in pairs) if pairs else 0.0
     parts = defaultdict[str, list[ComparedPair]](list)
     for pair in pairs:
-        for part in (ALL, pair.kind, "shorter half" if pair.length <= middle else "longer half"):
+        for part in (ALL, pair.kind, HALVES[pair.length > middle]):
             parts[part].append(pair)
     measures = {part: rate([*_ratios(found)]) for part, found in parts.items()}
-    order = [ALL, *sorted(set(measures) - {ALL})]
+    order = [ALL, *sorted({pair.kind for pair in pairs}), *HALVES]
     return {part: found for part in order if (found := measures.get(part)) is not None}
 
 

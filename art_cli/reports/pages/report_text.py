@@ -46,6 +46,7 @@ KINDS = {
     "parted": "reward and anchor parted",
     "judge_changed": "another judge",
     "failing_pays": "failing may pay",
+    "cascade_drifted": "the cascade's judges part",
 }
 INDENT = 13
 
