@@ -1,11 +1,13 @@
 """RewardModelJudge: a local sequence-classification model scores each conversation with one output.
 
 The model sees the attempt's main conversation, rendered with the tokenizer's chat template. It is loaded for the first
-group and runs in a thread, in batches sorted by length. Remote model code never runs. torch and transformers are
-imported lazily.
+group and runs in a thread, in batches sorted by length. A decoder computes a group's common first tokens once. Remote
+model code never runs. torch and transformers are imported lazily.
 """
 
 import asyncio
+import copy
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,10 +18,13 @@ from art_cli.chat.control_tokens import controls_of
 from art_cli.config.sections.judge_config import RewardModelJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.judge_text import clean
+from art_cli.models.base_source import hide_progress_bars
 from art_cli.models.device import pick_device
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.trajectory import Json, Score, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, describe
+
+MIN_STEM = 32  # common first tokens of a group from which computing them once pays
 
 
 class RewardModelJudge(Judge):
@@ -71,22 +76,36 @@ class RewardModelJudge(Judge):
         model, tokenizer = self._load()
         longest = _longest(self.config.max_length, model, tokenizer)
         name = self.config.model
-        rows = [conversation_ids(tokenizer, each, longest, name=name) for each in conversations]
-        values = [0.0] * len(rows)
-        by_length = sorted(range(len(rows)), key=lambda row: len(rows[row]))
-        size = self.config.batch_size
-        for start in range(0, len(rows), size):
-            chosen = by_length[start : start + size]
-            batch = tokenizer.pad({"input_ids": [rows[row] for row in chosen]}, return_tensors="pt").to(model.device)
-            try:
-                with torch.inference_mode():
-                    logits = model(**batch).logits.float()  # [B, labels]
-            except (RuntimeError, IndexError) as error:  # out of memory, or too long for the model
-                raise JudgeError(f"{self.config.model}: {describe(error)}") from error
-            for row, value in zip(chosen, self._activate(logits).tolist(), strict=True):
-                values[row] = value
+        rows = [tuple(conversation_ids(tokenizer, each, longest, name=name)) for each in conversations]
+        different = [*dict.fromkeys(rows)]  # equal conversations get equal scores, without rounding
+        try:
+            with torch.inference_mode():
+                scores = dict(zip(different, self._run(model, tokenizer, different), strict=True))
+        except (RuntimeError, IndexError) as error:  # out of memory, or too long for the model
+            raise JudgeError(f"{self.config.model}: {describe(error)}") from error
+        values = [scores[row] for row in rows]
         if not all(value == value and abs(value) != float("inf") for value in values):
             raise JudgeError(f"{self.config.model}: a score is not a finite number")
+        return values
+
+    def _run(self, model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Returns the score of each row of tokens."""
+        import torch
+
+        values, size = [0.0] * len(rows), self.config.batch_size
+        by_length = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        stem, cache = _stem(model, rows)
+        for start in range(0, len(rows), size):
+            chosen = by_length[start : start + size]
+            padded = tokenizer.pad({"input_ids": [rows[row][stem:] for row in chosen]}, return_tensors="pt")
+            batch = dict(padded.to(model.device))
+            if cache is not None:
+                batch["past_key_values"] = copy.deepcopy(cache)
+                batch["past_key_values"].batch_repeat_interleave(len(chosen))
+                batch["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (stem, 0), value=1)
+            logits = model(**batch).logits.float()  # [B, labels]
+            for row, value in zip(chosen, self._activate(logits).tolist(), strict=True):
+                values[row] = value
         return values
 
     def _activate(self, logits: Any) -> Any:
@@ -106,6 +125,7 @@ class RewardModelJudge(Judge):
             return self._loaded
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        hide_progress_bars()
         beside = self._directory / self.config.model
         name = str(beside) if beside.is_dir() else self.config.model
         try:
@@ -126,7 +146,11 @@ class RewardModelJudge(Judge):
 
 
 def conversation_ids(tokenizer: Any, conversation: Sequence[Json], longest: int, *, name: str) -> list[int]:
-    """Returns the token ids of the conversation's end, at most `longest`. Raises JudgeError, which names the model."""
+    """Returns the token ids of the conversation's end, at most `longest`. Raises JudgeError, which names the model.
+
+    Padding tokens at the end are dropped, because a classification head reads the last token that is none.
+    """
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if tokenizer.chat_template:
         try:
             ids = list(controls_of(tokenizer).chat_ids(conversation))[-longest:]
@@ -136,7 +160,27 @@ def conversation_ids(tokenizer: Any, conversation: Sequence[Json], longest: int,
         text = "\n\n".join(f"{message.get('role')}: {clean(message.get('content'))}" for message in conversation)
         # Let the tokenizer truncate: encoders score from the leading special token.
         ids = tokenizer(text, split_special_tokens=True, truncation=True, max_length=longest)["input_ids"]
-    return list(ids) or [tokenizer.pad_token_id or 0]
+    while len(ids) > 1 and ids[-1] == pad:
+        ids.pop()
+    return list(ids) or [pad or 0]
+
+
+def _stem(model: Any, rows: Sequence[Sequence[int]]) -> tuple[int, Any]:
+    """Returns the number of tokens with which all rows begin, and a decoder's keys and values for them.
+
+    Returns (0, None) if these tokens are few, or if the model reads a token in the light of later ones.
+    """
+    import torch
+
+    first, last = min(rows), max(rows)
+    stem = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    stem = min(stem, *(len(row) - 1 for row in rows)) if len(rows) > 1 else 0
+    reads_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    if stem < MIN_STEM or not reads_cache or model.config.is_encoder_decoder:
+        return 0, None
+    tokens = torch.tensor([rows[0][:stem]], device=model.device)
+    cache = model(input_ids=tokens, use_cache=True).past_key_values
+    return (0, None) if cache is None else (stem, cache)
 
 
 def _longest(wanted: int | None, model: Any, tokenizer: Any) -> int:

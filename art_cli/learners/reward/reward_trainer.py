@@ -52,7 +52,6 @@ class RewardTrainer:
         self._classifier = _empty_classifier(weights)
         tokenizer = weights.tokenizer
         self.max_length = min(weights.max_length, tokenizer.model_max_length or weights.max_length) - 1
-        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.head = ValueHead(width_of(weights.model.config), moves_trunk=True, device=weights.device)
         self.head.bias.requires_grad_(False)  # classification heads have none
         self._use(weights)
@@ -71,8 +70,6 @@ class RewardTrainer:
 
     def _sample(self, group: PreferenceGroup, conversation: Any) -> Sample:
         ids = conversation_ids(self.weights.tokenizer, conversation, self.max_length, name=group.name)
-        while len(ids) > 1 and ids[-1] == self._pad:  # the judge reads the last token that is not padding
-            ids.pop()
         return bare_sample(np.array([*ids, 0], dtype=np.int64), np.array([len(ids)]), group.name)
 
     def train(self, groups: Sequence[PreferenceGroup], *, progress: Bar | None = None) -> float:
