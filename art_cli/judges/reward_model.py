@@ -88,7 +88,7 @@ class RewardModelJudge(Judge):
             raise JudgeError(f"{self.config.model}: a score is not a finite number")
         return values
 
-    def _run(self, model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[float]:
+    def _run(self, model: Any, tokenizer: Any, rows: Sequence[tuple[int, ...]]) -> list[float]:
         """Returns the score of each row of tokens."""
         import torch
 
@@ -97,7 +97,7 @@ class RewardModelJudge(Judge):
         stem, cache = _stem(model, rows)
         for start in range(0, len(rows), size):
             chosen = by_length[start : start + size]
-            padded = tokenizer.pad({"input_ids": [rows[row][stem:] for row in chosen]}, return_tensors="pt")
+            padded = tokenizer.pad({"input_ids": [list(rows[row][stem:]) for row in chosen]}, return_tensors="pt")
             batch = dict(padded.to(model.device))
             if cache is not None:
                 batch["past_key_values"] = copy.deepcopy(cache)
@@ -165,7 +165,7 @@ def conversation_ids(tokenizer: Any, conversation: Sequence[Json], longest: int,
     return list(ids) or [pad or 0]
 
 
-def _stem(model: Any, rows: Sequence[Sequence[int]]) -> tuple[int, Any]:
+def _stem(model: Any, rows: Sequence[tuple[int, ...]]) -> tuple[int, Any]:
     """Returns the number of tokens with which all rows begin, and a decoder's keys and values for them.
 
     Returns (0, None) if these tokens are few, or if the model reads a token in the light of later ones.

@@ -3,7 +3,7 @@
     python -m benchmarks.judges.own_judge                    # 12 minutes on two idle cores
     python -m benchmarks.judges.own_judge --run runs/assistant --steps 2     # of a run that is there
 
-A short run makes attempts: four steps of 24 requests with 8 attempts each. The judge learns from the first steps, and is
+A short run makes attempts: four steps of 24 requests with 8 attempts each. The judge learns from the first steps. It is
 measured on held-out requests of these and on the last step's attempts, by a policy that has learned since. Then the
 judge and the recipe's own reward score the last step as a cascade, and the calls of the second are counted.
 """

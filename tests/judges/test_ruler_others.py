@@ -116,6 +116,15 @@ async def test_batched_scores_equal_those_of_each_conversation_alone(reward_mode
         assert value == pytest.approx(float(wanted), abs=1e-5)
 
 
+async def test_equal_conversations_of_a_group_get_equal_scores(reward_model: Path) -> None:
+    """Exactly equal, also in batches of other shapes, because a loss may scale any difference up."""
+    texts = ["short", "longer " * 9, "short", "other", "short"]
+    found = await score(
+        reward_model, [attempt(i, [SYSTEM, {"role": "user", "content": t}]) for i, t in enumerate(texts)], batch_size=2
+    )
+    assert found[0] == found[2] == found[4] != found[3]
+
+
 async def test_of_a_conversation_that_is_too_long_the_end_counts(reward_model: Path) -> None:
     tails = [
         attempt(i, [{"role": "user", "content": start * 400 + "the same end" * 10}]) for i, start in enumerate("ab")

@@ -59,7 +59,7 @@ def art(*words: object) -> int:
 async def test_it_learns_planted_preferences_and_the_loaded_judge_scores_alike(
     tmp_path: Path, base: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At least 0.9 of the held-out pairs; the judge agrees with the teacher on other groups exactly as often as said."""
+    """At least 0.9 of the held-out pairs; on other groups the judge agrees with the teacher as often as was said."""
     write_lines(tmp_path / "scored.jsonl", planted(32))
     write_lines(tmp_path / "now.jsonl", others := planted(8, seed=1))
     words = ["reward", tmp_path / "scored.jsonl", "-o", tmp_path / "own", "--base", base, "reward.epochs=5"]

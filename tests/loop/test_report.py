@@ -67,6 +67,16 @@ def test_a_judge_whose_replies_name_a_new_model_is_found_at_each_such_step() -> 
     assert "art judge" in str(found[0]) and "--probe" in str(found[0])
 
 
+def test_a_cascade_whose_judges_part_is_found_once_the_newest_pairs_say_so() -> None:
+    """100 audited pairs a step, 200 are compared: 0.9 and 0.9, 0.9 and 0.7 (0.8 is not below 0.8), 0.7 and 0.7."""
+    updates = [
+        UpdateNumbers(number, {"cascade_pairs": 100.0, "cascade_agreement": share})
+        for number, share in enumerate([0.9, 0.9, 0.7, 0.7, 0.7], 1)
+    ]
+    assert [(each.kind, each.step) for each in find(History(updates, []))] == [("cascade_drifted", 4)]
+    assert find(History(updates[:3], [])) == []
+
+
 def test_a_collapse_is_found_without_any_evaluation(tmp_path: Path) -> None:
     found = find(read_history(write_run(tmp_path / "mine", collapses_at=17, every=None)))
     assert kinds(found) == ["training_fell"]

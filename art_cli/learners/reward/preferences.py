@@ -7,8 +7,9 @@ A person's `equal` removes the pair. Attempts without a reward or without messag
 single rewards outside [0, 1] teach nothing and are counted.
 """
 
+import contextlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -22,7 +23,7 @@ from art_cli.learners.sft.examples import scored_files
 from art_cli.runs.durable import read_lines
 from art_cli.runs.json_lines import decode, lines
 from art_cli.runs.trajectory import EQUAL_REWARDS, Json, by_group
-from art_cli.runtime.errors import DataError, UsageError, printable
+from art_cli.runtime.errors import DataError, UsageError
 
 LABELS = "labels"  # kind of pairs that a person ordered
 
@@ -47,22 +48,13 @@ class PreferenceGroup:
     pairs: list[Taught] = field(default_factory=list)
     value: float | None = None  # reward in [0, 1] of a single attempt
 
-    @property
-    def teaches(self) -> bool:
-        return bool(self.pairs) or self.value is not None
-
 
 class Preferences(NamedTuple):
     groups: list[PreferenceGroup]  # those that teach
     counts: dict[str, int]  # pairs by kind, single values, and what was left out
 
 
-class _Place(NamedTuple):
-    group: PreferenceGroup
-    at: int  # the attempt's index in it
-
-
-_Key = tuple[str, str, str]  # group id, attempt id, digest of its messages or ""
+_Places = dict[tuple[str, str, str], tuple[PreferenceGroup, int]]  # group, attempt, digest or "" -> attempt's index
 
 
 class _Row(ScoredRow, kw_only=True):
@@ -70,10 +62,13 @@ class _Row(ScoredRow, kw_only=True):
     messages: msgspec.Raw
     scenario: Json = {}
     source: str | None = None
+    digest: str = ""
+    conversation: list[Json] = []
 
-    @property
-    def scenario_id(self) -> str:
-        return f"{self.source or ''}/{self.scenario.get('id', self.group_id)}"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.digest = message_digest(self.messages)
+        self.conversation = msgspec.json.decode(self.messages, type=list[Json])
 
 
 def read_preferences(paths: Sequence[Path]) -> Preferences:
@@ -81,15 +76,14 @@ def read_preferences(paths: Sequence[Path]) -> Preferences:
     files = [file for path in paths for file in data_files(path)]
     labels, groups = list[PairLabel](), list[PreferenceGroup]()
     counts = dict.fromkeys(("without_reward", "without_messages", "without_difference", "beyond_0_to_1"), 0)
-    owners = dict[_Key, _Place]()
+    places: _Places = {}
     for file in files:
         if _is_labels(file):
             labels += read_lines(file, PairLabel)
-            continue
-        for name, rows in by_group(read_lines(file, _Row)).items():
-            groups.append(_group(file, name, rows, owners, counts))
-    counts["unknown_labels"] = _apply(labels, owners)
-    teaching = [group for group in groups if group.teaches]
+        else:
+            groups += [_group(file, rows, places, counts) for rows in by_group(read_lines(file, _Row)).values()]
+    counts["unknown_labels"] = _apply(labels, places)
+    teaching = [group for group in groups if group.pairs or group.value is not None]
     counts["without_difference"] += sum(len(group.ids) > 1 and not group.pairs for group in groups)
     if not teaching:
         unknown = f"; {counts['unknown_labels']} labels are of attempts in none of these files" if labels else ""
@@ -114,44 +108,35 @@ def data_files(path: Path) -> list[Path]:
 
 
 def _is_labels(path: Path) -> bool:
-    """Returns True if the first line is a label."""
-    for line in lines(path):
-        try:
-            return "verdict" in decode(line.data, msgspec.json.Decoder(dict[str, msgspec.Raw]))
-        except ValueError:
-            return False  # read_lines names the mistake
+    """Returns True if the first line is a label. read_lines names a line's mistakes."""
+    first = next(iter(lines(path)), None)
+    with contextlib.suppress(ValueError):
+        return first is not None and "verdict" in decode(first.data, msgspec.json.Decoder(dict[str, msgspec.Raw]))
     return False
 
 
-def _group(
-    file: Path, name: str, rows: Sequence[_Row], owners: dict[_Key, _Place], counts: dict[str, int]
-) -> PreferenceGroup:
+def _group(file: Path, rows: Sequence[_Row], places: _Places, counts: dict[str, int]) -> PreferenceGroup:
     kind = "+".join(sorted({score.judge for row in rows for score in row.scores})) or "reward"
-    group, rewards = PreferenceGroup(f"{file}:{name}", rows[0].scenario_id, kind, [], []), list[float | None]()
-    for row in rows:
-        try:
-            messages = msgspec.json.decode(row.messages, type=list[Json])
-        except msgspec.MsgspecError as error:
-            raise DataError(f"messages of attempt {printable(row.id)}: {error}", file) from error
-        if row.error is not None or not messages:
-            counts["without_reward" if row.error is not None else "without_messages"] += 1
-            continue
-        for digest in (message_digest(row.messages), ""):
-            owners[name, row.id, digest] = _Place(group, len(group.ids))
-        counts["without_reward"] += row.reward is None
-        rewards.append(row.reward)
-        group.ids.append(row.id)
-        group.conversations.append(messages)
-    if len(rows) == len(rewards) == 1 and rewards[0] is not None:
-        group.value = rewards[0] if 0 <= rewards[0] <= 1 else None
+    scenario = f"{rows[0].source or ''}/{rows[0].scenario.get('id', rows[0].group_id)}"
+    whole = [row for row in rows if row.error is None and row.conversation]
+    counts["without_messages"] += sum(row.error is None and not row.conversation for row in rows)
+    counts["without_reward"] += sum(row.error is not None or row.reward is None for row in rows)
+    conversations = [row.conversation for row in whole]
+    group = PreferenceGroup(f"{file}:{rows[0].group_id}", scenario, kind, [row.id for row in whole], conversations)
+    for index, row in enumerate(whole):
+        for digest in (row.digest, ""):
+            places[row.group_id, row.id, digest] = group, index
+    rewards = [(row.reward, index) for index, row in enumerate(whole) if row.reward is not None]
+    if len(rows) == len(rewards) == 1:
+        group.value = rewards[0][0] if 0 <= rewards[0][0] <= 1 else None
         counts["beyond_0_to_1"] += group.value is None
-    for (one, reward), (other, compared) in combinations(enumerate(rewards), 2):
-        if reward is not None and compared is not None and abs(reward - compared) > EQUAL_REWARDS:
-            group.pairs.append(Taught(*((one, other) if reward > compared else (other, one)), kind))
+    for (low, worse), (high, better) in combinations(sorted(rewards), 2):
+        if high - low > EQUAL_REWARDS:
+            group.pairs.append(Taught(better, worse, kind))
     return group
 
 
-def _apply(labels: Iterable[PairLabel], owners: Mapping[_Key, _Place]) -> int:
+def _apply(labels: Iterable[PairLabel], places: _Places) -> int:
     """Puts labels in place of the pairs that rewards order. Returns the number of labels for unknown attempts.
 
     As in `art label`, `undo` removes the label with the same sides, and the first answer about a pair counts.
@@ -162,15 +147,15 @@ def _apply(labels: Iterable[PairLabel], owners: Mapping[_Key, _Place]) -> int:
         if label.verdict == "undo":
             del said[label.pair]
     num_unknown, done = 0, set[tuple[str, frozenset[int]]]()
-    for pair, label in said.items():
-        places = [owners.get((pair.group_id, *side)) for side in zip(pair[1:], label.digests or ("", ""), strict=True)]
-        group, sides = places[0] and places[0].group, [place.at for place in places if place is not None]
-        if group is None or places[1] is None or places[1].group is not group or sides[0] == sides[1]:
+    for (name, left, right), label in said.items():
+        digests = label.digests or ("", "")
+        one, other = places.get((name, left, digests[0])), places.get((name, right, digests[1]))
+        if one is None or other is None or one[0] is not other[0] or one[1] == other[1]:
             num_unknown += 1
             continue
-        key = (group.name, frozenset(sides))
-        if label.verdict in SIGNS and key not in done:
-            done.add(key)
+        group, sides = one[0], (one[1], other[1])
+        if label.verdict in SIGNS and (group.name, frozenset(sides)) not in done:
+            done.add((group.name, frozenset(sides)))
             group.pairs = [each for each in group.pairs if {each.better, each.worse} != set(sides)]
             if sign := SIGNS[label.verdict]:
                 better, worse = sides[::sign]

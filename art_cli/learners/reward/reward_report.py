@@ -1,7 +1,7 @@
 """Agreement of a reward model with its teacher, over pairs that the teacher orders. Pure functions on numbers."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from statistics import median
 from typing import NamedTuple
@@ -26,24 +26,20 @@ class ComparedPair(NamedTuple):
 
 def compare(groups: Sequence[PreferenceGroup], scores: Sequence[Sequence[float]]) -> list[ComparedPair]:
     """Returns all pairs in a group, and all pairs of single values that differ."""
-    singles = [(group, own[0]) for group, own in zip(groups, scores, strict=True) if group.value is not None]
-    return [*_in_groups(groups, scores), *_of_values(singles)]
-
-
-def _in_groups(groups: Sequence[PreferenceGroup], scores: Sequence[Sequence[float]]) -> Iterator[ComparedPair]:
+    found, singles = list[ComparedPair](), list[tuple[float, float, int, PreferenceGroup]]()
     for group, own in zip(groups, scores, strict=True):
         sizes = [len(str(each)) for each in group.conversations]
         for high, low, kind in group.pairs:
             margin, length = own[high] - own[low], (sizes[high] + sizes[low]) / 2
-            yield ComparedPair(group.name, group.ids[high], group.ids[low], margin, length, kind)
-
-
-def _of_values(singles: Sequence[tuple[PreferenceGroup, float]]) -> Iterator[ComparedPair]:
-    for one, other in combinations(singles, 2):
-        (high, score), (low, lower) = sorted((one, other), key=lambda each: -(each[0].value or 0.0))
-        if (high.value or 0.0) - (low.value or 0.0) > EQUAL_REWARDS:
-            length = (len(str(high.conversations)) + len(str(low.conversations))) / 2
-            yield ComparedPair(one[0].name, high.ids[0], low.ids[0], score - lower, length, f"{high.kind} (single)")
+            found.append(ComparedPair(group.name, group.ids[high], group.ids[low], margin, length, kind))
+        if group.value is not None:
+            singles.append((group.value, own[0], sizes[0], group))
+    for worse, better in combinations(sorted(singles, key=lambda each: each[0]), 2):
+        if better[0] - worse[0] > EQUAL_REWARDS:
+            unit, length = better[3], (better[2] + worse[2]) / 2
+            names = unit.name, unit.ids[0], worse[3].ids[0]
+            found.append(ComparedPair(*names, better[1] - worse[1], length, f"{unit.kind} (single)"))
+    return found
 
 
 def measure(pairs: Sequence[ComparedPair]) -> dict[str, Measure]:
@@ -56,13 +52,13 @@ def measure(pairs: Sequence[ComparedPair]) -> dict[str, Measure]:
     for pair in pairs:
         for part in (ALL, pair.kind, HALVES[pair.length > middle]):
             parts[part].append(pair)
-    measures = {part: rate([*_ratios(found)]) for part, found in parts.items()}
+    measures = {part: rate(_ratios(found)) for part, found in parts.items()}
     order = [ALL, *sorted({pair.kind for pair in pairs}), *HALVES]
     return {part: found for part in order if (found := measures.get(part)) is not None}
 
 
-def _ratios(pairs: Sequence[ComparedPair]) -> Iterator[Ratio]:
-    units = defaultdict[str, list[float]](list)
+def _ratios(pairs: Sequence[ComparedPair]) -> list[Ratio]:
+    credits = defaultdict[str, list[float]](list)
     for pair in pairs:
-        units[pair.unit].append(0.5 if abs(pair.margin) <= EQUAL_REWARDS else float(pair.margin > 0))
-    yield from (Ratio(sum(credits), len(credits)) for credits in units.values())
+        credits[pair.unit].append(0.5 if abs(pair.margin) <= EQUAL_REWARDS else float(pair.margin > 0))
+    return [Ratio(sum(each), len(each)) for each in credits.values()]

@@ -122,7 +122,7 @@ class RewardTrainer:
                 packs, found, torch.split(slopes, [len(each) for each in found]), strict=True
             ):
                 again = known if len(packs) == 1 else self._scores(pack)
-                (again * slope).sum().backward()
+                (again * slope).sum().backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
     def _scores(self, pack: Pack) -> Tensor:
