@@ -31,7 +31,7 @@ def run(
     It learns the order of attempts within a group from rewards (scored.jsonl) and labels (labels.jsonl, from art
     label), and single rewards from 0 to 1 from groups of one attempt. It prints how often it orders pairs as its
     teacher does, ties apart: on held-out scenarios, and with --present on attempts of the present policy, because the
-    first says nothing of the second. Of a long conversation the last tokens count. DIR is a model for `judge: {name:
+    first does not predict the second. Of a long conversation the last tokens count. DIR is a model for `judge: {name:
     reward_model, model: DIR}`, written only when training is complete. Keys: reward, model, learner.
 
     \b
@@ -52,8 +52,6 @@ def run(
             raise UsageError(f"--gate: no value {gate.metric!r}; there are {', '.join(known)}")
     if present is None and num_next:
         raise UsageError("--next chooses among the attempts of --present FILE")
-    if present is not None and present.resolve() in {file.resolve() for file in files}:
-        raise UsageError(f"{present}: trained on, so it says nothing of the present policy; leave it out of DATA")
     check_output(output)
     config = load_reward([*settings, *base_settings(files, base, settings)])
     result = train_reward(config, files, output, present=present, num_next=num_next)

@@ -32,7 +32,7 @@ Measures = dict[str, dict[str, Measure]]  # "agreement" or "present" -> part -> 
 
 class RewardResult(NamedTuple):
     measures: Measures
-    facts: dict[str, Any]  # what reward.json records
+    facts: dict[str, Any]  # contents of reward.json
     closest: list[ComparedPair]  # pairs of the present policy with the smallest margin
 
 
@@ -48,15 +48,16 @@ def base_settings(files: Sequence[Path], base: str | None, settings: Sequence[st
     A run's record is data, so code that it names as its base is not run. Raises UsageError if no base is found.
     """
     if any(setting.lstrip("+").startswith("model.base=") for setting in settings):
+        if base is not None:
+            raise UsageError("--base and model.base=: one at a time")
         return []
-    for root in dict.fromkeys(file.resolve() if file.is_dir() else file.resolve().parents[1] for file in files):
-        run = RunDir(root)
+    roots = (file.resolve() if file.is_dir() else file.resolve().parent.parent for file in files)
+    for run in map(RunDir, dict.fromkeys(roots)) if base is None else ():
         recorded = str((run_config(run).get("model") or {}).get("base") or "")
-        if base is None and recorded:
-            base = str(run.base) if run.base.is_dir() else recorded if ":" not in recorded else None
+        base = base or (str(run.base) if run.base.is_dir() else recorded if ":" not in recorded else None) or None
     if base is None:
         raise UsageError("the data are in no run with a base model; name a small model with --base, or model.base=")
-    return [f"model.base={json.dumps(base)}"]
+    return [f"model.base={json.dumps(base, ensure_ascii=False)}"]
 
 
 def train_reward(
@@ -67,6 +68,10 @@ def train_reward(
 
     if config.model.quantize is not None:
         raise UsageError("model.quantize: the adapter is merged into the written model; remove it")
+    now = [] if present is None else [file.resolve() for file in data_files(present)]
+    files = [file for path in files for file in data_files(path) if file.resolve() not in now]
+    if not files:
+        raise UsageError(f"{present}: the only data, and what is measured is not trained on; name other files too")
     found = read_preferences(files)
     trained, held_out = divide(found.groups, config.reward.held_out, config.reward.seed)
     measured = {"agreement": held_out} | ({} if present is None else {"present": read_preferences([present]).groups})
@@ -82,8 +87,8 @@ def train_reward(
         facts = {
             "base": config.model.base,
             "base_digest": base_digest(base),
-            "data": {str(file): hash_file(file) for path in files for file in data_files(path)},
-            "present": None if present is None else {str(file): hash_file(file) for file in data_files(present)},
+            "data": {str(file): hash_file(file) for file in files},
+            "present": {str(file): hash_file(file) for file in now},
             "counts": found.counts,
             "groups": num_groups,
             "measures": msgspec.to_builtins(measures),

@@ -21,9 +21,10 @@ from art_cli.judges.files.person_labels import PersonLabels
 from art_cli.learners.reward.preferences import PreferenceGroup, Taught, divide, read_preferences
 from art_cli.learners.reward.reward_report import ComparedPair, measure
 from art_cli.learners.reward.reward_trainer import RewardTrainer, preference_loss
+from art_cli.loop.reward_run import base_settings
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Json, ScoredTrajectory, by_group
-from art_cli.runtime.errors import DataError
+from art_cli.runtime.errors import DataError, UsageError
 from tests.support.models.tiny import save_tiny_base, tiny_weights
 
 MODEL = ModelConfig(base="tiny")
@@ -159,6 +160,37 @@ def test_attempts_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) ->
     assert len(trained) == len(held_out) == 1
     with pytest.raises(DataError, match="one scenario"):
         divide(trained, 0.2, seed=0)
+
+
+def test_the_default_base_is_the_runs_and_code_that_a_run_names_is_not_called(tmp_path: Path) -> None:
+    step = tmp_path / "mine" / "step_0000"
+    step.mkdir(parents=True)
+    data = [step / "scored.jsonl"]
+    for recorded, found in (("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("own.py:build", None)):
+        (tmp_path / "mine" / "config.json").write_text(json.dumps({"model": {"base": recorded}}))
+        if found is not None:
+            assert base_settings(data, None, []) == [f'model.base="{found}"']
+        else:
+            with pytest.raises(UsageError, match="--base"):
+                base_settings(data, None, [])
+    (tmp_path / "mine" / "base").mkdir()
+    assert base_settings([tmp_path / "mine"], None, []) == [f'model.base="{tmp_path / "mine" / "base"}"']
+    assert base_settings([tmp_path / "x.jsonl"], "other", []) == ['model.base="other"']
+
+
+def test_a_file_that_is_measured_is_not_trained_on(
+    tmp_path: Path, base: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(3):
+        (tmp_path / f"step_{step}").mkdir()
+        write_lines(tmp_path / f"step_{step}" / "scored.jsonl", planted(2, seed=step))
+    last = tmp_path / "step_2" / "scored.jsonl"
+    words = ["reward", tmp_path, "-o", tmp_path / "own", "--base", base, "reward.epochs=1", "--present"]
+    assert art(*words, last, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["groups"] == {"trained": 3, "agreement": 1, "present": 2}
+    assert [*result["present"]] == [str(last)] and str(last) not in result["data"]
+    assert art(*words, tmp_path) == 2 and "the only data" in capsys.readouterr().err
 
 
 def test_agreement_counts_pairs_in_the_teachers_order_and_ties_as_half() -> None:

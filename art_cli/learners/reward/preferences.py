@@ -1,4 +1,4 @@
-"""Preferences: what teachers said about attempts, read from scored files and labels. No torch.
+"""Preferences between attempts, by judges and people, read from scored files and labels. No torch.
 
     scored.jsonl    pairs of a group whose rewards differ; a group of one attempt gives a single value in [0, 1]
     labels.jsonl    pairs that a person ordered (`art label`); they replace the rewards' order of the same two attempts
@@ -41,7 +41,7 @@ class PreferenceGroup:
     """A group's attempts with messages, and what is known about them."""
 
     name: str  # file and group id
-    scenario: str  # scenarios are divided, so that no scenario is both trained on and held out
+    scenario: str  # the data are divided by scenario into trained and held out
     kind: str  # name of the rewards' judge
     ids: list[str]  # [A]
     conversations: list[list[Json]]  # [A]

@@ -7,9 +7,9 @@ r is a linear function of the last hidden state after the conversation's last to
 and this head. A conversation longer than the model's context keeps its last tokens. The written model is
 transformers' sequence classification with one output, with the adapter merged, so it needs no base.
 
-TRL's RewardTrainer has the same pair loss. It pads every attempt to a row of its own, so a group's common prompt is
-computed once per pair and side; these packs compute it once per group, and each attempt once. It also has no single
-values, no division by scenario, and needs trl, accelerate and datasets at run time. Its written models load as judges.
+TRL's RewardTrainer has the same pair loss. It is not used, because it makes two padded rows of each pair: 8 attempts
+have 28 pairs, so each attempt is computed 7 times, with the common prompt. These packs compute each attempt once, and
+the prompt once per group. TRL has no single values either, and art would need trl, accelerate and datasets to run.
 """
 
 import copy
@@ -138,7 +138,7 @@ class RewardTrainer:
         return [[float(next(found)[0]) for _ in each] for each in samples]
 
     def _settle(self) -> None:
-        """Merges the adapter and rounds the head, so that scores from now on are those of the written model."""
+        """Merges the adapter and rounds the head, and later scores are the written model's."""
         self.weights = merge(self.weights)
         made = torch.nn.Linear(len(self.head.weight), 1, bias=False, dtype=self.weights.dtype)
         with torch.no_grad():
