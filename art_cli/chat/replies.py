@@ -6,6 +6,7 @@ A model samples tool call arguments as text. Protocols with arguments as objects
 spaces, key order, 1.0 or 1. Therefore calls are compared by their values (`are_same`).
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -123,6 +124,12 @@ class Chunk(msgspec.Struct, kw_only=True):
     policy: str = ""  # see Reply
     sampling: Any = None
     usage: tuple[int, int] | None = None  # see Reply; the last chunks carry it
+
+
+def hex_id(id: str) -> str:
+    """Returns the 32 hexadecimal digits of an id (chatcmpl-HEX, resp_HEX, msg_HEX, a UUID); "" for other ids."""
+    digits = re.sub("^(chatcmpl-|cmpl-|msg_|resp_)", "", id).replace("-", "").lower()
+    return digits if re.fullmatch("[0-9a-f]{32}", digits) else ""
 
 
 def thoughts_of(message: Json) -> str:

@@ -17,6 +17,7 @@ from art_cli.config.sections.engine_config import (
     EmbeddedEngineConfig,
     EngineConfig,
     EngineSection,
+    FeedbackMetricConfig,
     GatewayConfig,
     OpenAIEngineConfig,
     OwnEngineConfig,
@@ -27,6 +28,7 @@ from art_cli.config.sections.engine_config import (
 from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
     CascadeJudgeConfig,
+    FeedbackJudgeConfig,
     FunctionJudgeConfig,
     JudgeConfig,
     JudgeModelConfig,
@@ -89,16 +91,16 @@ from art_cli.config.store_address import Directory, StoreAddress, is_address, pr
 __all__ = [
     "MAX_COUNT", "MAX_NAME", "YEAR_S", "AlgorithmConfig", "AnthropicEngineConfig", "AutoEngineConfig",
     "BaseLearnerConfig", "BlendJudgeConfig", "CascadeJudgeConfig", "CispoConfig", "DapoConfig", "DistillConfig",
-    "DrGrpoConfig",
-    "EmbeddedEngineConfig", "EngineConfig", "EngineSection", "EnvironmentConfig", "EvalConfig", "FunctionJudgeConfig",
-    "GatewayConfig", "GrpoConfig", "GspoConfig", "JudgeConfig", "JudgeModelConfig", "LangfuseTrackerConfig",
-    "LearnerConfig", "LoraConfig", "LossConfig", "MetricJudgeConfig", "ModelConfig", "NamedJudgeConfig",
-    "NoJudgeConfig", "NoTrackerConfig", "NoiseConfig", "OpenAIEngineConfig", "OtelTrackerConfig", "OwnEngineConfig",
-    "OwnTrackerConfig", "PanelMemberConfig", "PpoConfig", "PriceConfig", "PromptLearnerConfig", "RedactConfig",
-    "RewardModelJudgeConfig", "RlooConfig", "RolloutConfig", "RolloutJudgeConfig", "RulerJudgeConfig", "RunConfig",
-    "ScaledLossConfig", "ScenariosConfig", "Section", "SftConfig", "ShadowConfig", "StopRule", "TaughtLossConfig",
-    "TeacherConfig", "TinkerEngineConfig", "TinkerLearnerConfig", "TorchLearnerConfig", "TrackerConfig",
-    "TrainConfig", "TruncateConfig", "UnslothLearnerConfig", "VllmEngineConfig", "no_litellm", "with_base_model",
+    "DrGrpoConfig", "EmbeddedEngineConfig", "EngineConfig", "EngineSection", "EnvironmentConfig", "EvalConfig",
+    "FeedbackJudgeConfig", "FeedbackMetricConfig", "FunctionJudgeConfig", "GatewayConfig", "GrpoConfig", "GspoConfig",
+    "JudgeConfig", "JudgeModelConfig", "LangfuseTrackerConfig", "LearnerConfig", "LoraConfig", "LossConfig",
+    "MetricJudgeConfig", "ModelConfig", "NamedJudgeConfig", "NoJudgeConfig", "NoTrackerConfig", "NoiseConfig",
+    "OpenAIEngineConfig", "OtelTrackerConfig", "OwnEngineConfig", "OwnTrackerConfig", "PanelMemberConfig", "PpoConfig",
+    "PriceConfig", "PromptLearnerConfig", "RedactConfig", "RewardModelJudgeConfig", "RlooConfig", "RolloutConfig",
+    "RolloutJudgeConfig", "RulerJudgeConfig", "RunConfig", "ScaledLossConfig", "ScenariosConfig", "Section",
+    "SftConfig", "ShadowConfig", "StopRule", "TaughtLossConfig", "TeacherConfig", "TinkerEngineConfig",
+    "TinkerLearnerConfig", "TorchLearnerConfig", "TrackerConfig", "TrainConfig", "TruncateConfig",
+    "UnslothLearnerConfig", "VllmEngineConfig", "no_litellm", "with_base_model",
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Each appended line is flushed. Whole files and directories are written to a temp
 Readers skip a torn last line and report any other damage with `file:line`.
 """
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -144,6 +145,39 @@ class LineWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class SharedSync:
+    """Lets concurrent tasks of an event loop wait for one fsync of a LineWriter."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        self._writer = writer
+        self._num_appended = self._num_synced = 0
+        self._syncing: asyncio.Task[None] | None = None
+
+    def append(self, record: Any) -> None:
+        self._writer.append(record)
+        self._num_appended += 1
+
+    async def sync(self) -> None:
+        """Waits until all earlier appends are on disk. Raises OSError if the disk fails."""
+        needed = self._num_appended
+        while self._num_synced < needed:
+            if self._syncing is None or self._syncing.done():
+                self._syncing = asyncio.create_task(self._sync())
+            await asyncio.shield(self._syncing)
+
+    async def _sync(self) -> None:
+        num = self._num_appended
+        await asyncio.to_thread(self._writer.sync)
+        self._num_synced = max(self._num_synced, num)
+
+    async def settle(self) -> None:
+        """Waits for a running fsync, and syncs the rest. The caller may close the writer before its next await."""
+        while self._syncing is not None and not self._syncing.done():
+            await asyncio.wait((self._syncing,))
+        self._writer.sync()
+        self._num_synced = self._num_appended
 
 
 def _hold(path: Path) -> io.FileIO:

@@ -41,7 +41,8 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 READY = ("/ready", "/health/ready")  # answer 200 once requests are served
 WATCHED = (*READY, "/metrics", HEALTH)  # polled by machines every few seconds, so logged at debug level
-KNOWN = (*(wire.path for wire in WIRES), *WATCHED, "/v1/models")
+FEEDBACK_PATHS = ("/v1/feedback", "/feedback")  # TensorZero's clients append /feedback to the gateway's address
+KNOWN = (*(wire.path for wire in WIRES), *WATCHED, *FEEDBACK_PATHS, "/v1/models")
 WORD = re.compile(
     r"v\d|[a-z_]{1,24}"
 )  # a plain path part, as in /v1/embeddings; keys contain digits, capitals, or more

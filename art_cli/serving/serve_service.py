@@ -28,7 +28,7 @@ from art_cli.chat.wires import WIRES
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runtime import threads
 from art_cli.serving.dispatch import Dispatch
-from art_cli.serving.middleware import CONTENT_TYPE, READY, Admission, Meter, Middleware
+from art_cli.serving.middleware import CONTENT_TYPE, FEEDBACK_PATHS, READY, Admission, Meter, Middleware
 from art_cli.serving.served_policies import Policies, ServedPolicy, follow
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Service:
             more=[
                 *(Route(path, self._ready, methods=["GET"]) for path in READY),
                 Route("/metrics", self._metrics, methods=["GET"]),
+                *(Route(path, _no_feedback, methods=["POST"]) for path in FEEDBACK_PATHS),
             ],
         )
         self.app = Middleware(app, keys, self.admission, self.meter)
@@ -157,6 +158,11 @@ class Service:
 
     async def _metrics(self, http: HttpRequest) -> Response:
         return Response(self.meter.render(), media_type=CONTENT_TYPE)
+
+
+async def _no_feedback(http: HttpRequest) -> Response:
+    message = "art serve records no calls that could be rated; art gateway CONFIG --checkpoint RUN does"
+    raise ChatError(404, message, code="not_recorded")
 
 
 def _step_of(policy: ServedPolicy) -> float:

@@ -267,10 +267,12 @@ async def test_content_is_logged_only_when_asked(caplog: pytest.LogCaptureFixtur
         assert sum("secret" in line for line in own) == (2 if logs_content else 0)
 
 
-async def test_embeddings_are_refused_in_words() -> None:
+async def test_embeddings_and_feedback_are_refused_in_words() -> None:
     async with serving(loader=ScriptedLoader()) as (_, root), client(root) as ai:
         with pytest.raises(openai.NotFoundError, match="the models here write text and give no embeddings"):
             await ai.embeddings.create(model="policy", input="x")
+        with pytest.raises(openai.NotFoundError, match="art gateway CONFIG --checkpoint RUN"):
+            await ai.post("/feedback", cast_to=object, body={"metric_name": "thumbs", "value": True})
 
 
 async def test_a_path_cannot_write_log_lines_of_its_own(caplog: pytest.LogCaptureFixture) -> None:

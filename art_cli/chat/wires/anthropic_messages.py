@@ -34,7 +34,7 @@ from starlette.datastructures import Headers
 from art_cli.chat.api_keys import bearer, single
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
-from art_cli.chat.replies import Choice, Chunk, Reply, input_of, thoughts_of
+from art_cli.chat.replies import Choice, Chunk, Reply, hex_id, input_of, thoughts_of
 from art_cli.chat.requests import Json, Request, Sampling, text_of
 from art_cli.chat.wires.openai_shared import INT32, Count, given_sampling, tool_choice_of
 
@@ -75,7 +75,7 @@ def message_of(reply: Reply) -> Json:
     choice = reply.choices[0]
     message = choice.message if choice.message is not None else {"content": choice.text}
     return {
-        **_head(reply.model),
+        **_head(reply.model, reply.id),
         "content": list(_reply_blocks(message)),
         **_ending(choice),
         "usage": _usage(*reply.num_tokens),
@@ -107,9 +107,10 @@ def _function(call: Json) -> Json:
     return call.get("function") or {}
 
 
-def _head(model: str) -> Json:
-    """Returns the message's head. The id is new, because Claude Code joins messages with the same id."""
-    return {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
+def _head(model: str, id: str) -> Json:
+    """Returns the message's head. An endpoint's id that is not a UUID is replaced, because it may repeat, and Claude
+    Code joins messages with the same id."""
+    return {"id": f"msg_{hex_id(id) or uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
 
 
 def _ending(choice: Choice) -> Json:
@@ -171,7 +172,7 @@ class MessageEvents:
         return b"event: error\ndata: " + self._wire.error(error) + b"\n\n"
 
     def _start(self, chunk: Chunk) -> bytes:
-        message = {**_head(chunk.model), "content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**_head(chunk.model, chunk.id), "content": [], "stop_reason": None, "stop_sequence": None}
         counts = chunk.usage or (self._num_prompt, 0)
         return _event({"type": "message_start", "message": {**message, "usage": _usage(*counts)}})
 

@@ -47,6 +47,20 @@ class RedactConfig(Section):
         return patterns
 
 
+MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)]
+
+
+class FeedbackMetricConfig(Section):
+    """A metric that clients of `art gateway` may send to /v1/feedback (docs/gateway.md)."""
+
+    type: Literal["boolean", "float"]
+    """boolean: true or false. float: a finite number."""
+    level: Literal["reply", "conversation"] = "reply"
+    """The rated thing. A conversation is named by its own id or name, or by the id of one of its replies."""
+    optimize: Literal["max", "min"] = "max"
+    """Whether more is better. With min, `judge: {name: feedback}` negates the value."""
+
+
 class GatewayConfig(Section):
     """The address where the capturing proxy listens. The other keys are for `art gateway` only (docs/gateway.md)."""
 
@@ -69,6 +83,16 @@ class GatewayConfig(Section):
     group_size: PositiveInt = 8
     """The limit on attempts in a group. More attempts at the scenario form another group."""
     redact: RedactConfig = RedactConfig()
+    feedback: dict[MetricName, FeedbackMetricConfig] = {}
+    """Metrics of feedback by name: {thumbs: {type: boolean}, minutes: {type: float, level: conversation, optimize:
+    min}}. `comment` and `demonstration` need no declaration."""
+
+    @field_validator("feedback")
+    @classmethod
+    def _unreserved(cls, feedback: dict[str, FeedbackMetricConfig]) -> dict[str, FeedbackMetricConfig]:
+        if reserved := {"comment", "demonstration"} & feedback.keys():
+            raise ValueError(f"{', '.join(sorted(reserved))}: reserved, and needs no declaration")
+        return feedback
 
 
 class EngineSection(Section):

@@ -239,7 +239,9 @@ class RewardModelJudgeConfig(ScoringJudgeConfig):
 
 
 def _own_judge(section: Any) -> Any:
-    """Adds the name `function` to a section with only an `entry`."""
+    """Adds the name `function` to a section with only an `entry`. A text is a judge's name."""
+    if isinstance(section, str):
+        return {"name": section}
     is_own = isinstance(section, dict) and "entry" in section and "name" not in section
     return {"name": "function", **section} if is_own else section
 
@@ -292,12 +294,22 @@ class CascadeJudgeConfig(ScoringJudgeConfig):
         return self
 
 
-JudgeConfig = Annotated[
-    _OneJudgeConfig | BlendJudgeConfig | CascadeJudgeConfig | NoJudgeConfig, Field(discriminator="name")
-]
-ScoringJudge = Annotated[
-    _OneJudgeConfig | BlendJudgeConfig | CascadeJudgeConfig, Field(discriminator="name"), BeforeValidator(_own_judge)
-]
+class FeedbackJudgeConfig(ScoringJudgeConfig):
+    """A metric that clients gave the conversation (docs/gateway.md). True is 1, False is 0; metrics to minimize are
+    negated. A metric of replies gives its mean."""
+
+    name: Literal["feedback"]
+    metric: str
+    """The metric's name in `gateway.feedback`, such as `thumbs`."""
+    file: Path | None = None
+    """The gateway's feedback.jsonl. null: the one beside the trajectories of `art judge`."""
+    otherwise: NamedJudgeConfig | None = None
+    """The judge of attempts without this feedback, such as ruler. null: their group stays unscored."""
+
+
+_Judges = _OneJudgeConfig | BlendJudgeConfig | CascadeJudgeConfig | FeedbackJudgeConfig
+JudgeConfig = Annotated[_Judges | NoJudgeConfig, Field(discriminator="name")]
+ScoringJudge = Annotated[_Judges, Field(discriminator="name"), BeforeValidator(_own_judge)]
 
 
 ShadowName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=40)]

@@ -5,6 +5,8 @@
     journaled_recorder.py  JournaledRecorder: a Recorder that writes each call to the journal first;
                            trajectory and group from a conversation's entries
     journal.py             Journal: the directory's files; turns journals into trajectory files; survives any kill
+    reply_index.py         ReplyIndex: the conversation of each reply, for feedback that comes days later
+    feedback_service.py    FeedbackService: /v1/feedback; FeedbackLog: feedback.jsonl
     conversations.py       Conversations: assigns calls to conversations and ends conversations
     gateway_service.py     GatewayService: everything on a port, from the first call to the last file
                            Clients: API keys, with the client and conversation named by a key

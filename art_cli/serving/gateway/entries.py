@@ -51,6 +51,14 @@ class JournalEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
     abandons: int | None = None  # number of the entry whose call the client gave up and repeated
 
 
+class _ReplyHead(msgspec.Struct):
+    id: str
+
+
+class _CallHead(msgspec.Struct):
+    reply: _ReplyHead
+
+
 class Head(msgspec.Struct):
     """The fields of a JournalEntry needed for an outline; other fields are skipped."""
 
@@ -58,7 +66,10 @@ class Head(msgspec.Struct):
     number: int
     at: float
     schema_version: int = SCHEMA_VERSION
+    client: str = ""
+    name: str | None = None
     scenario: str = ""
+    call: _CallHead | None = None
 
 
 def call_of(
@@ -82,6 +93,7 @@ def call_of(
         prompt_kept=prompt_kept,
         reply=msgspec.structs.replace(
             reply,
+            id=request.id or reply.id,
             prompt_ids=reply.prompt_ids[prompt_kept:],
             choices=choices,
             sampling=reply.sampling or request.sampling,

@@ -21,10 +21,12 @@ import contextlib
 import logging
 import secrets
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -46,6 +48,7 @@ from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, UsageError, printable
 from art_cli.runtime.secrets import MIN_LENGTH, Secrets
 from art_cli.serving.gateway.conversations import Conversations
+from art_cli.serving.gateway.feedback_service import FeedbackService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
 from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
@@ -135,11 +138,13 @@ class ClientBackend:
             if not request.is_recorded:
                 return await self._upstream.backend.reply(with_defaults(request, Sampling()))
             self._journal.check_room()
+            request = _named(request)
             redacted = await self._redacted(request)
             with self._conversations.calling(self._client, request, redacted) as conversation:
                 reply = await conversation.backend.reply(request)
                 await self._journal.sync()
             self.num_calls += 1
+            reply.id = _reply_id(request)
             return reply
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
@@ -151,6 +156,7 @@ class ClientBackend:
                         yield chunk
                 return
             self._journal.check_room()
+            request = _named(request)
             redacted = await self._redacted(request)
             with self._conversations.calling(self._client, request, redacted) as conversation:
                 num_before = conversation.recorder.num_entries
@@ -159,6 +165,7 @@ class ClientBackend:
                         if conversation.recorder.num_entries != num_before:
                             await self._journal.sync()
                             num_before = conversation.recorder.num_entries
+                        chunk.id = _reply_id(request)
                         yield chunk
             self.num_calls += 1
 
@@ -177,6 +184,15 @@ class ClientBackend:
             if error.status >= 500:
                 log.warning("%s: a call failed: %s", self._client, printable(error.message, limit=500))
             raise
+
+
+def _named(request: Request) -> Request:
+    """Adds the id by which feedback will name the reply. The endpoint's own ids may repeat."""
+    return request if request.id else msgspec.structs.replace(request, id=uuid.uuid4().hex)
+
+
+def _reply_id(request: Request) -> str:
+    return f"{'cmpl' if request.messages is None else 'chatcmpl'}-{request.id}"
 
 
 class Totals(NamedTuple):
@@ -224,6 +240,7 @@ class GatewayService:
             label: ClientBackend(label, engine, self.conversations, journal, redactor, reader)
             for label in clients.labels
         }
+        self._feedback = FeedbackService(journal, redactor, self.admission, config.feedback, clients.label)
         self._meter = Meter()
         self._meter.in_flight.set_function(lambda: self.admission.num_in_flight)
         self._meter.ready.set_function(lambda: self.admission.state == "open")
@@ -233,7 +250,7 @@ class GatewayService:
                 body_limit=lambda: BodyLimit(max_body_bytes, "art gateway --max-body sets this limit"),
                 policy_of=lambda name: gateway.proven.newest,
             ),
-            more=[Route("/metrics", self._metrics, methods=["GET"])],
+            more=[Route("/metrics", self._metrics, methods=["GET"]), *self._feedback.routes],
         )
         self.app = Middleware(NamedConversations(app, clients), clients, self.admission, self._meter)
 
@@ -254,7 +271,7 @@ class GatewayService:
         written. The next start then writes this file.
         """
         self.conversations.restore(self._journal.outline())
-        with threads.calling(self.stopping.stop):  # also while writing the last file
+        with self._feedback.opened(), threads.calling(self.stopping.stop):  # also while writing the last file
             async with serve(self.app, host, port, grace_s=GRACE_S) as root:
                 self.admission.open()
                 on_ready(root)

@@ -3,12 +3,14 @@
     lock                                   held by the writing process
     calls-20261122-195028.jsonl            the journal: a line per answered call, appended before its answer ends
     trajectories-20261122-195028.jsonl     the trajectories from that journal: one per line, ordered by group
+    replies.sqlite                         the conversation of each reply in these files (reply_index.py)
 
 The journal is the only record of answered calls. Rotation starts a new journal, writes the old journal's ended
 conversations as a trajectory file, copies the calls of open conversations to the new journal, and removes the old
 journal:
 
-    start the new journal  ->  write a temporary trajectory file and rename it  ->  copy  ->  remove
+    start the new journal  ->  index its replies  ->  write a temporary trajectory file and rename it
+                           ->  copy  ->  remove
 
 Each conversation becomes a trajectory exactly once, even if the process is killed at any point. A journal that already
 has a trajectory file still needs copying; an older journal without a trajectory file is copied whole. A call copied
@@ -21,7 +23,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -31,17 +33,20 @@ from typing import NamedTuple, Self
 import msgspec
 
 from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.replies import hex_id
 from art_cli.runs import json_lines
-from art_cli.runs.durable import LineWriter, lock_directory, newer_schema, sync_directory, write_lines
+from art_cli.runs.durable import LineWriter, SharedSync, lock_directory, newer_schema, sync_directory, write_lines
 from art_cli.runs.trajectory import SCHEMA_VERSION, Trajectory
 from art_cli.runtime.errors import DataError
 from art_cli.runtime.scratch import make_directory
 from art_cli.serving.gateway.entries import Head, JournalEntry
 from art_cli.serving.gateway.journaled_recorder import places, trajectory_of
+from art_cli.serving.gateway.reply_index import Names, ReplyIndex, episode_keys, reply_key
 
 log = logging.getLogger(__name__)
 
 CALLS, TRAJECTORIES = "calls", "trajectories"
+INDEX = "replies.sqlite"
 NAME = re.compile(r"(calls|trajectories)-(\d{8}-\d{6})\.jsonl")
 STAMP = "%Y%m%d-%H%M%S"
 MIN_FREE = 64 * 2**20  # with less free disk space, calls are refused, because recording their answers might fail
@@ -73,6 +78,7 @@ class Outline(NamedTuple):
     path: Path
     lines: dict[str, dict[int, _Line]]
     scenarios: dict[str, str]
+    names: Names
 
     def last_at(self, conversation: str) -> float:
         return max(line.at for line in self.lines[conversation].values())
@@ -112,6 +118,7 @@ class _Retired(NamedTuple):
     path: Path
     open: frozenset[str]  # conversations that continue in the new journal
     copied: set[str]  # open conversations already copied
+    names: Names  # ids in it
 
 
 class Journal:
@@ -122,12 +129,12 @@ class Journal:
         self.directory, self._group_size = directory, group_size
         self._rotate_bytes, self._rotate_s = rotate_bytes, rotate_s
         self._writer: LineWriter
+        self._shared: SharedSync  # of the writer
+        self._names: Names = {}  # ids in the current journal
         self._retired: _Retired | None = None
         self._conversations: set[str] = set()  # conversations in the current journal
         self._num_bytes = 0  # size of new calls in the current journal
         self._first_at: float | None = None  # time of the oldest new call
-        self._num_appended = self._num_synced = 0
-        self._syncing: asyncio.Task[None] | None = None
         self._folding = threading.Lock()  # a rotation thread may still be running when the gateway stops
         self._stack = ExitStack()
         self.written: list[WrittenFile] = []  # trajectory files written since opening
@@ -139,6 +146,8 @@ class Journal:
             stack.enter_context(lock_directory(self.directory, self.directory / "lock"))
             for path in self.directory.glob(f".{TRAJECTORIES}-*.tmp"):  # left by a killed writer
                 path.unlink(missing_ok=True)
+            self._index = ReplyIndex(self.directory / INDEX)
+            stack.callback(self._index.close)
             self._recover()
             self._stack = stack.pop_all()
         return self
@@ -159,15 +168,15 @@ class Journal:
         """Passes the line to the system and returns its length. Raises ChatError 503 on failure."""
         line = msgspec.json.encode(entry)
         try:
-            self._writer.append(msgspec.Raw(line))
+            self._shared.append(msgspec.Raw(line))
         except (OSError, ValueError) as error:  # ValueError: closed, because the gateway has stopped
             reason = getattr(error, "strerror", None) or str(error)
             log.error("%s: a call is not recorded: %s", self._writer.path, reason)
             raise _unwritable(reason) from error
-        self._num_appended += 1
         self._num_bytes += len(line)
         self._first_at = entry.at if self._first_at is None else self._first_at
         self._conversations.add(entry.conversation)
+        self._names |= names_of(entry)
         return len(line)
 
     async def sync(self) -> None:
@@ -175,20 +184,21 @@ class Journal:
 
         Concurrent calls share a single write.
         """
-        needed = self._num_appended
-        while self._num_synced < needed:
-            if self._syncing is None or self._syncing.done():
-                self._syncing = asyncio.create_task(self._sync())
-            try:
-                await asyncio.shield(self._syncing)
-            except OSError as error:
-                log.error("%s: %s", self._writer.path, error.strerror or error)
-                raise _unwritable(error.strerror or str(error)) from error
+        try:
+            await self._shared.sync()
+        except OSError as error:
+            log.error("%s: %s", self._writer.path, error.strerror or error)
+            raise _unwritable(error.strerror or str(error)) from error
 
-    async def _sync(self) -> None:
-        num, writer = self._num_appended, self._writer
-        await asyncio.to_thread(writer.sync)
-        self._num_synced = max(self._num_synced, num)
+    async def find(self, client: str, keys: Sequence[str]) -> str | None:
+        """Returns the conversation of the first known key of a client (reply_index.py). Raises OSError."""
+        for key in keys:
+            for names in (self._names, self._retired.names if self._retired else {}):
+                if (client, key) in names:
+                    return names[client, key]
+            if found := await asyncio.to_thread(self._index.find, client, key):
+                return found
+        return None
 
     # --- rotation -----------------------------------------------------------------------------------------------------
 
@@ -207,11 +217,9 @@ class Journal:
         if self._retired is None:
             if self._conversations <= open_conversations:
                 return
-            while self._syncing is not None and not self._syncing.done():  # it uses the writer that is closed here
-                await asyncio.wait((self._syncing,))
-            self._writer.sync()
-            self._num_synced = self._num_appended
-            retired, old = _Retired(self._writer.path, frozenset(open_conversations), set()), self._writer
+            await self._shared.settle()
+            retired = _Retired(self._writer.path, frozenset(open_conversations), set(), self._names)
+            old = self._writer
             self._begin()
             old.close()
             self._retired = retired
@@ -223,7 +231,7 @@ class Journal:
         self._end_retired()
         self._writer.close()
         with self._folding:
-            self._fold(_Retired(self._writer.path, frozenset(), set()), None)
+            self._fold(_Retired(self._writer.path, frozenset(), set(), {}), None)
 
     def _end_retired(self) -> None:
         with self._folding:
@@ -233,6 +241,7 @@ class Journal:
 
     def _fold(self, retired: _Retired, new: LineWriter | None) -> None:
         outline = _outline(retired.path)
+        self._index.add(outline.names)
         target = _beside(retired.path, TRAJECTORIES)
         if not target.exists():
             over = {name: outline.scenarios[name] for name in outline.lines if name not in retired.open}
@@ -272,8 +281,9 @@ class Journal:
 
     def _open(self, path: Path) -> None:
         self._writer = LineWriter(path)
+        self._shared = SharedSync(self._writer)
         sync_directory(path.parent)
-        self._conversations, self._num_bytes, self._first_at = set(), 0, None
+        self._conversations, self._num_bytes, self._first_at, self._names = set(), 0, None, {}
 
     # --- after a kill -------------------------------------------------------------------------------------------------
 
@@ -288,7 +298,7 @@ class Journal:
             self._take_over(path)
         outline = self.outline()
         lines = [line for each in outline.lines.values() for line in each.values()]
-        self._conversations = set(outline.lines)
+        self._conversations, self._names = set(outline.lines), outline.names
         self._first_at = min((line.at for line in lines), default=None)
         self._num_bytes = sum(line.length for line in lines)
 
@@ -296,6 +306,7 @@ class Journal:
         """Copies an older journal's remaining calls to the current journal, then removes the older journal."""
         done = _ids(_beside(path, TRAJECTORIES))
         outline = _outline(path)
+        self._index.add(outline.names)
         here = self.outline().lines
         owed = [name for name in outline.lines if name not in done]
         for name, lines in outline.copy(owed):
@@ -318,6 +329,7 @@ def _outline(path: Path) -> Outline:
     """Raises DataError for invalid lines, except a torn last line."""
     lines: dict[str, dict[int, _Line]] = {}
     scenarios: dict[str, str] = {}
+    names: Names = {}
     for line in json_lines.lines(path):
         if json_lines.is_torn(line.data):
             break
@@ -330,7 +342,16 @@ def _outline(path: Path) -> Outline:
         own = lines.setdefault(head.conversation, {})
         own.setdefault(head.number, _Line(line.offset, len(line.data), head.at))
         scenarios.setdefault(head.conversation, head.scenario)
-    return Outline(path, lines, scenarios)
+        names |= names_of(head)
+    return Outline(path, lines, scenarios, names)
+
+
+def names_of(entry: Head | JournalEntry) -> Names:
+    """Returns the ids by which the entry's client may later name its conversation or reply."""
+    keys = episode_keys(entry.conversation)[:1]
+    keys += [] if entry.name is None else episode_keys(entry.name)[-1:]
+    keys += [] if entry.call is None else [reply_key(hex_id(entry.call.reply.id))]
+    return {(entry.client, key): entry.conversation for key in keys}
 
 
 class _Id(msgspec.Struct):

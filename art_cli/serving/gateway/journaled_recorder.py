@@ -222,7 +222,9 @@ def trajectory_of(entries: Sequence[JournalEntry], place: PlaceInGroup) -> Traje
     first, last = entries[0], entries[-1]
     recorder = JournaledRecorder(About(first.conversation, first.client, first.name, first.scenario), NOTHING, _refuse)
     recorder.replay(entries)
-    about: Json = {"client": first.client, "text_only_calls": recorder.num_text_only}
+    calls = [entry.call for entry in entries if entry.call is not None and entry.call.messages is not None]
+    replies = {call.reply.id: call.kept + len(call.messages or ()) for call in calls}  # id -> messages before the reply
+    about: Json = {"client": first.client, "text_only_calls": recorder.num_text_only, "replies": replies}
     return Trajectory(
         id=first.conversation,
         group_id=place.group_id,

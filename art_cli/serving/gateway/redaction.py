@@ -72,6 +72,11 @@ class Redactor:
         redacted: Value = self._walk(value, is_document=False, nested=0)
         return redacted
 
+    def document(self, value: Value) -> Value:
+        """Like `value`, for a user's data: the values of named keys are replaced, too."""
+        redacted: Value = self._walk(value, is_document=True, nested=0)
+        return redacted
+
     def text(self, text: str) -> str:
         """Redacts a text; returns the same object if unchanged."""
         return self._text(text, nested=0)

@@ -1,0 +1,71 @@
+"""ReplyIndex: finds the conversation of a client's reply, days later. A SQLite file beside the trajectories.
+
+The journal adds its ids before it is removed. Until then it finds them in memory.
+"""
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from art_cli.chat.replies import hex_id
+
+Names = dict[tuple[str, str], str]  # (client, id with its kind) -> conversation
+
+BUSY_S = 60.0
+_SCHEMA = """CREATE TABLE IF NOT EXISTS names
+    (client TEXT, id TEXT, conversation TEXT, PRIMARY KEY (client, id)) WITHOUT ROWID"""
+
+
+def reply_key(reply: str) -> str:
+    return f"reply {reply}"
+
+
+def episode_keys(episode: str) -> list[str]:
+    """Returns the keys of a conversation's id or name, in the order of preference."""
+    id = hex_id(episode)
+    return [*([f"conversation {id}"] if id else []), f"name {episode}"]
+
+
+class ReplyIndex:
+    """Example: `index.add({("key 2", "reply 77ab..."): "4f0c..."})`. Methods may run in any thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file is not such an index."""
+        self._path, self._lock = path, threading.Lock()
+        path.touch(mode=0o600)
+        with self._failures():
+            self._reader = self._connect()
+            self._reader.execute(_SCHEMA)
+
+    def add(self, names: Mapping[tuple[str, str], str]) -> None:
+        """Returns when the names are on disk. Raises OSError on failure."""
+        with self._failures(), contextlib.closing(self._connect()) as writer:
+            rows = [(client, id, conversation) for (client, id), conversation in names.items()]
+            writer.execute("BEGIN IMMEDIATE")
+            writer.executemany("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", rows)
+            writer.execute("COMMIT")
+
+    def find(self, client: str, key: str) -> str | None:
+        """Returns the conversation. Raises OSError on failure."""
+        query = "SELECT conversation FROM names WHERE client = ? AND id = ?"
+        with self._failures(), self._lock:
+            row = self._reader.execute(query, (client, key)).fetchone()
+        return None if row is None else str(row[0])
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")  # so that `find` never waits for `add`
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, UnicodeError) as error:
+            raise OSError(f"{self._path}: {error}") from error
