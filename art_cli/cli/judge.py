@@ -60,7 +60,7 @@ def run(
 
         if output or gold or is_fresh or is_report or is_partial:
             raise UsageError("--probe writes no scores: leave out --output, --gold, --fresh, --partial and --report")
-        loaded = choose_judge(config, overrides or [], model=model, rubric=rubric)
+        loaded = choose_judge(config, overrides or [], model=model, rubric=rubric, beside=trajectories)
         source = TrajectoryFile(trajectories, group_by=group_by)
         probe_judge(
             loaded, source, num_groups or 30, is_dry_run=is_dry_run, html=html, gates=gates or [], as_json=as_json
@@ -78,7 +78,7 @@ def run(
         raise UsageError(f"{trajectories}: input and output are the same file; name another one with -o")
     for gate in gates or []:
         parse_gate(gate)  # before paid calls
-    loaded = choose_judge(config, overrides or [], model=model, rubric=rubric)
+    loaded = choose_judge(config, overrides or [], model=model, rubric=rubric, beside=trajectories)
     source = TrajectoryFile(trajectories, group_by=group_by)
     if is_dry_run:
         dry_run(loaded, source, None if is_fresh else output, is_partial=is_partial, as_json=as_json)

@@ -15,7 +15,7 @@ import msgspec
 from art_cli.cli import print_result
 from art_cli.config.checks import ranks
 from art_cli.config.compose import LoadedJudge, load_judge
-from art_cli.config.schema import RulerJudgeConfig
+from art_cli.config.schema import FeedbackJudgeConfig, RulerJudgeConfig
 from art_cli.judges import Judge, make_judge, settings_of
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.files.judged_files import Group, TrajectoryFile
@@ -23,6 +23,7 @@ from art_cli.judges.files.session import Session, Summary, judgeable, scored_gro
 from art_cli.judges.judge_groups import JudgeProgress
 from art_cli.judges.trial import require_keys
 from art_cli.loop.interrupts import Interrupts
+from art_cli.runs.feedback import FEEDBACK_FILE
 from art_cli.runs.json_lines import decode, lines
 from art_cli.runtime import threads
 from art_cli.runtime.errors import DataError, GateError, JudgeError, UsageError, printable
@@ -84,9 +85,17 @@ def report(
 
 
 def choose_judge(
-    config: Path | None, overrides: Sequence[str], *, model: str | None = None, rubric: Path | None = None
+    config: Path | None,
+    overrides: Sequence[str],
+    *,
+    model: str | None = None,
+    rubric: Path | None = None,
+    beside: Path | None = None,
 ) -> LoadedJudge:
-    """Returns the configured judge. `model` and `rubric` select RULER, which is also the default."""
+    """Returns the configured judge. `model` and `rubric` select RULER, which is also the default.
+
+    Without a file, the judge `feedback` reads the feedback in the directory of the trajectories `beside`.
+    """
     is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
     if config is None and not is_named:
         overrides = ["judge=ruler", *overrides]
@@ -95,6 +104,9 @@ def choose_judge(
         if not isinstance(load_judge(config, others).config, RulerJudgeConfig):
             overrides = ["judge=ruler", *overrides]
     loaded = load_judge(config, overrides)
+    if isinstance(loaded.config, FeedbackJudgeConfig) and loaded.config.file is None and beside is not None:
+        found = beside.resolve().parent / FEEDBACK_FILE
+        loaded = LoadedJudge(loaded.config.model_copy(update={"file": found}), loaded.directory)
     if model is None and rubric is None:
         return loaded
     if not isinstance(loaded.config, RulerJudgeConfig):

@@ -218,6 +218,8 @@ def ranks(judge: schema.JudgeConfig) -> bool:
     """Returns True if the judge's rewards compare within a group only; False for user code."""
     if isinstance(judge, schema.BlendJudgeConfig):
         return any(name == "ruler" if name not in judge.judges else ranks(judge.judges[name]) for name in judge.blend)
+    if isinstance(judge, schema.FeedbackJudgeConfig):
+        return judge.otherwise is not None and ranks(judge.otherwise)
     return isinstance(judge, schema.RulerJudgeConfig | schema.CascadeJudgeConfig)
 
 

@@ -3,7 +3,7 @@
 A judge sees a group's finished trajectories without an error and answers by trajectory id. Scores are never made up: if
 a judge cannot score a group, it raises JudgeError and the group stays owed.
 
-    rollout_judge.py, function_judge.py, reward_model.py, blend.py, cascade.py   one judge each
+    rollout_judge.py, function_judge.py, reward_model.py, feedback_judge.py, blend.py, cascade.py   one judge each
     trl_rewards.py, openai_grader.py   adapters for reward functions and graders of other tools (`judge.entry`)
     ruler/           RULER: a language model scores the attempts of a group against each other
     providers/       clients for judge models, with retries
@@ -43,6 +43,7 @@ BUILT_INS = {
     "reward_model": "art_cli.judges.reward_model:RewardModelJudge",
     "blend": "art_cli.judges.blend:BlendJudge",
     "cascade": "art_cli.judges.cascade:CascadeJudge",
+    "feedback": "art_cli.judges.feedback_judge:FeedbackJudge",
 }
 
 

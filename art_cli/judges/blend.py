@@ -11,6 +11,7 @@ from typing import Any
 from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
     CascadeJudgeConfig,
+    FeedbackJudgeConfig,
     NamedJudgeConfig,
     RolloutJudgeConfig,
     RulerJudgeConfig,
@@ -19,7 +20,7 @@ from art_cli.judges import Judge, Verdict, judge_class, make_judge, make_key
 from art_cli.judges.costs import CostEstimate, Usage
 from art_cli.runs.trajectory import Score, Trajectory
 
-AnySeveral = BlendJudgeConfig | CascadeJudgeConfig
+AnySeveral = BlendJudgeConfig | CascadeJudgeConfig | FeedbackJudgeConfig
 
 
 class SeveralJudges(Judge):
@@ -34,7 +35,7 @@ class SeveralJudges(Judge):
             name: make_judge(each, directory, job=f"{job}#{name}" if job and has_several else job)
             for name, each in named.items()
         }
-        self.in_flight = max(judge.in_flight for judge in self.judges.values())
+        self.in_flight = max((judge.in_flight for judge in self.judges.values()), default=self.in_flight)
         self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
         self.spent_usd = sum(judge.spent_usd for judge in self.judges.values())
         self.is_priced = all(judge.is_priced for judge in self.judges.values())
@@ -139,5 +140,7 @@ def named_judges(config: AnySeveral) -> dict[str, NamedJudgeConfig]:
     """Returns the configuration of each judge in it; in a blend, `ruler` and `rollout` have defaults."""
     if isinstance(config, CascadeJudgeConfig):
         return {"first": config.first, "then": config.then}
+    if isinstance(config, FeedbackJudgeConfig):
+        return {} if config.otherwise is None else {"otherwise": config.otherwise}
     defaults: dict[str, NamedJudgeConfig] = {"ruler": RulerJudgeConfig(name="ruler"), "rollout": RolloutJudgeConfig()}
     return {name: (defaults | config.judges)[name] for name in config.blend}

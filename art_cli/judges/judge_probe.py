@@ -26,7 +26,13 @@ import msgspec
 import numpy as np
 
 from art_cli.config.checks import ranks
-from art_cli.config.sections.judge_config import BlendJudgeConfig, CascadeJudgeConfig, JudgeConfig, RulerJudgeConfig
+from art_cli.config.sections.judge_config import (
+    BlendJudgeConfig,
+    CascadeJudgeConfig,
+    FeedbackJudgeConfig,
+    JudgeConfig,
+    RulerJudgeConfig,
+)
 from art_cli.judges import Judge, agreement, make_judge
 from art_cli.judges.agreement import Measure, Ratio
 from art_cli.judges.blend import named_judges
@@ -99,7 +105,7 @@ def anew(config: JudgeConfig, repeat: int) -> JudgeConfig:
     if isinstance(config, BlendJudgeConfig):
         parts = {name: anew(each, repeat) for name, each in named_judges(config).items()}
         return config.model_copy(update={"judges": parts})
-    if isinstance(config, CascadeJudgeConfig):
+    if isinstance(config, CascadeJudgeConfig | FeedbackJudgeConfig):
         return config.model_copy(update={name: anew(each, repeat) for name, each in named_judges(config).items()})
     if not isinstance(config, RulerJudgeConfig):
         return config

@@ -17,7 +17,7 @@ from statistics import fmean
 import msgspec
 
 from art_cli.config.schema import RulerJudgeConfig, RunConfig, ShadowConfig
-from art_cli.config.sections.judge_config import BlendJudgeConfig, CascadeJudgeConfig, JudgeConfig
+from art_cli.config.sections.judge_config import BlendJudgeConfig, CascadeJudgeConfig, FeedbackJudgeConfig, JudgeConfig
 from art_cli.judges import Judge, Verdict, make_judge
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory
@@ -136,6 +136,8 @@ def compares_only(judge: JudgeConfig) -> bool:
     """
     if isinstance(judge, BlendJudgeConfig):
         return "ruler" in judge.blend or any(map(compares_only, judge.judges.values()))
+    if isinstance(judge, FeedbackJudgeConfig):
+        return judge.otherwise is not None and compares_only(judge.otherwise)
     return isinstance(judge, RulerJudgeConfig | CascadeJudgeConfig)
 
 

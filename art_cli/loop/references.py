@@ -27,6 +27,7 @@ from art_cli.config.schema import (
     BlendJudgeConfig,
     CascadeJudgeConfig,
     DistillConfig,
+    FeedbackJudgeConfig,
     FunctionJudgeConfig,
     JudgeModelConfig,
     LoraConfig,
@@ -42,6 +43,7 @@ from art_cli.config.schema import (
 )
 from art_cli.config.sections.rollout_config import RayClusterConfig, is_dataset
 from art_cli.config.store_address import missing_client
+from art_cli.judges.blend import named_judges
 from art_cli.models.base_files import gguf_files, gguf_problem
 from art_cli.models.gguf_base import HUB_FILE, check_header, the_file
 from art_cli.rollouts.environments import find_library, not_installed
@@ -204,9 +206,9 @@ def _judge(loaded: LoadedConfig) -> Iterator[Wrong]:
     if isinstance(judge, BlendJudgeConfig):
         for name, each in judge.judges.items():
             yield from _one_judge(f"judge.judges.{name}", each, loaded.directory)
-    elif isinstance(judge, CascadeJudgeConfig):
-        yield from _one_judge("judge.first", judge.first, loaded.directory)
-        yield from _one_judge("judge.then", judge.then, loaded.directory)
+    elif isinstance(judge, CascadeJudgeConfig | FeedbackJudgeConfig):
+        for name, each in named_judges(judge).items():
+            yield from _one_judge(f"judge.{name}", each, loaded.directory)
     else:
         yield from _one_judge("judge", judge, loaded.directory)
 

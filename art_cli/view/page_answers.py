@@ -40,7 +40,7 @@ from art_cli.view.group_rows import (
     words_of,
 )
 from art_cli.view.index import Index, IndexedStep, Split
-from art_cli.view.records import learned_numbers, read_record, read_records
+from art_cli.view.records import feedback_on, learned_numbers, read_record, read_records
 from art_cli.view.rows import IndexRow, number_of
 from art_cli.view.segments import TokenTexts, find_tokenizer, show_turns
 from art_cli.view.sources import Sources, ViewSource
@@ -376,6 +376,8 @@ class Answers:
         source = self._find_source(name)
         step, row = self._find_row(source, trajectory)
         record = read_record(step, row)
+        if feedback := feedback_on(step.path_of(row), row.id, within=step.root):
+            record.metadata = {**record.metadata, "feedback": feedback}
         group = step.group(row.group)
         ids = [each.id for each in group.rows] if group is not None else [row.id]
         place = ids.index(row.id) if row.id in ids else 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from art_cli.runs.feedback import FEEDBACK_FILE, FeedbackEntry, latest
 from art_cli.runs.json_lines import decode, lines, open_file
 from art_cli.runs.trajectory import ScoredTrajectory, score_trajectory
 from art_cli.runtime.errors import DataError, printable
@@ -45,6 +46,22 @@ def learned_numbers(path: Path, trajectory: str, *, within: Path | None) -> Json
     except (OSError, ValueError, DataError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def feedback_on(path: Path, trajectory: str, *, within: Path | None) -> list[Json]:
+    """Returns the feedback that counts for a trajectory, from the feedback.jsonl beside its file."""
+    file = path.with_name(FEEDBACK_FILE)
+    try:
+        entries = _feedback(file, file.stat().st_size, within).get(trajectory, [])
+    except (OSError, DataError):
+        return []
+    shown = [(entry.metric, entry.value, entry.reply, entry.tags) for entry in entries]
+    return [dict(zip(("metric", "value", "reply", "tags"), each, strict=True)) for each in shown]
+
+
+@lru_cache(MAX_FILES)
+def _feedback(path: Path, size: int, within: Path | None) -> dict[str, list[FeedbackEntry]]:
+    return latest(path, within=within)
 
 
 @lru_cache(MAX_FILES)

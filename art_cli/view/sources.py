@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from art_cli.runs.feedback import FEEDBACK_FILE
 from art_cli.runs.json_lines import open_file, read_file
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
@@ -13,6 +14,7 @@ from art_cli.view.index import STEP_DIRECTORY, Index
 
 MAX_SOURCES = 200  # maximum runs and files of a page
 LINES = (".jsonl", ".ndjson")
+NO_SOURCES = ("labels.jsonl", FEEDBACK_FILE)  # lines about trajectories in other files
 START_BYTES = 65_536  # bytes at the start of a file that are checked for records
 LIVE_S = 60.0  # a source changed within this time counts as running
 
@@ -76,7 +78,7 @@ def found(path: Path) -> Iterator[tuple[Path, Literal["run", "file"]]]:
         for entry in sorted(path.iterdir()):
             if is_run(entry):
                 yield entry, "run"
-            elif entry.suffix in LINES and entry.name != "labels.jsonl" and entry.is_file():
+            elif entry.suffix in LINES and entry.name not in NO_SOURCES and entry.is_file():
                 yield entry, "file"
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from art_cli.learners.sft.transcripts import Transcript, is_learned
 from art_cli.models.tokenizer import stop_ids
 from art_cli.rollouts.scenario_files import is_held_out
 from art_cli.runs.durable import read_lines
+from art_cli.runs.feedback import DEMONSTRATION, FeedbackEntry, latest
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 from art_cli.runtime.errors import DataError, LearnerError, describe
 from art_cli.runtime.plugins import resolve
@@ -192,14 +193,42 @@ def best_attempts(path: Path, num: int, *, min_reward: float | None = None) -> l
 
     An attempt needs a reward of at least `min_reward`. Without `min_reward` it must beat the group's worst attempt, so
     a group with equal rewards gives no examples. Ties go to the lower index. Attempts with an error or without sampled
-    tokens are dropped. Raises DataError if the file, rewards or tokens are missing.
+    tokens are dropped. An attempt with an edited reply in the feedback beside the file (runs/feedback.py) gives the
+    edited reply instead of itself. Raises DataError if the file, rewards or tokens are missing.
     """
     if not path.exists():
         raise DataError("no such file; best_of needs a scored file or the directory of a run", path)
     files = scored_files(path)
     if not files:
         raise DataError("no scored trajectories there; a run has them in step_*/scored.jsonl", path)
-    return [example for file in files for group in _groups(file) for example in _best(group, num, min_reward, file)]
+    return [example for file in files for example in _best_of_file(file, num, min_reward)]
+
+
+def _best_of_file(path: Path, num: int, min_reward: float | None) -> Iterator[Json]:
+    feedback = latest(path.parent)
+    for group in _groups(path):
+        edited = {each.id: demos for each in group if (demos := _edited(each, feedback.get(each.id, ())))}
+        yield from _best([each for each in group if each.id not in edited], num, min_reward, path)
+        for demos in edited.values():
+            yield from demos
+
+
+def _edited(trajectory: Trajectory, feedback: Sequence[FeedbackEntry]) -> list[Json]:
+    """Returns a transcript per demonstration: the messages before the reply, not learned, and the edited reply."""
+    found = []
+    for entry in feedback:
+        replies = trajectory.metadata.get("replies")
+        num = replies.get(entry.reply) if isinstance(replies, dict) else None
+        if entry.metric != DEMONSTRATION or not isinstance(num, int):
+            continue
+        longer = [each[:num] for each in (trajectory.messages, *trajectory.branches) if len(each) > num >= 0]
+        if not longer or any(before != longer[0] for before in longer):
+            log.warning("%s: its edited reply is left out, because its prompt is not known", trajectory.id)
+            continue
+        shown = [{**each, "weight": 0} if each.get("role") == "assistant" else each for each in longer[0]]
+        demo = _convert({"messages": [*shown, entry.value], "tools": trajectory.tools}, f"feedback {entry.id}")
+        found.append({"messages": demo.messages, "tools": demo.tools})
+    return found
 
 
 def _groups(path: Path) -> Iterable[Sequence[ScoredTrajectory]]:

@@ -1,0 +1,261 @@
+"""`POST /v1/feedback` on `art gateway`: what counts, for whom, how often, and that it is on the disk."""
+
+import asyncio
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_cli.config.schema import FeedbackMetricConfig, RedactConfig
+from art_cli.learners.sft.examples import best_attempts
+from art_cli.runs.durable import LineWriter, read_lines, write_lines
+from art_cli.runs.feedback import FeedbackEntry, latest, rating
+from art_cli.runs.trajectory import score_trajectory
+from art_cli.serving.gateway.feedback_service import new_id
+from tests.serving.test_capture import ANN, BOB, Standing, numbered, standing, written
+from tests.support.standins.scripted import ScriptedBackend
+from tests.view.serving import asking
+
+Json = dict[str, Any]
+METRICS = {
+    "thumbs": FeedbackMetricConfig(type="boolean"),
+    "solved": FeedbackMetricConfig(type="boolean", level="conversation"),
+    "minutes": FeedbackMetricConfig(type="float", level="conversation", optimize="min"),
+}
+
+
+async def rate(
+    gateway: Standing, body: Json | bytes, *, key: str = ANN, path: str = "/v1/feedback", **more: str
+) -> Any:
+    head = {"authorization": f"Bearer {key}", "content-type": "application/json", **more}
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return await gateway.http.post(path, content=content, headers=head)
+
+
+async def rated(gateway: Standing, body: Json, **more: str) -> str:
+    response = await rate(gateway, body, **more)
+    assert response.status_code == 200, response.text
+    return str(response.json()["feedback_id"])
+
+
+async def reply_id(gateway: Standing, *messages: str, **more: str) -> str:
+    response = await gateway.ask(*(messages or ("how?",)), **more)
+    return str(response.json()["id"])
+
+
+def lines(directory: Path) -> list[FeedbackEntry]:
+    return list(read_lines(directory / "feedback.jsonl", FeedbackEntry))
+
+
+async def test_feedback_is_counted_once_amended_and_withdrawn(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        id = await reply_id(gateway)
+        body: Json = {"metric_name": "thumbs", "value": True, "inference_id": id, "tags": {"user": "7"}}
+        first = await rated(gateway, body)
+        assert await rated(gateway, body) == first and uuid.UUID(first).version == 7
+        assert await rated(gateway, body | {"dryrun": True}) not in ("", first) and len(lines(tmp_path)) == 1
+        changed = await rated(gateway, body | {"value": False})
+        (entries,) = latest(tmp_path).values()
+        assert changed != first and (rating(entries, "thumbs"), entries[0].tags) == (0.0, {"user": "7"})
+        assert await rated(gateway, body | {"value": None, "tags": {}}) == await rated(
+            gateway, body | {"value": None, "tags": {}}
+        )
+        assert latest(tmp_path) == {} and len(lines(tmp_path)) == 3
+
+        again = await rated(gateway, body, **{"idempotency-key": "k1"})
+        head = {"authorization": f"Bearer {ANN}"}
+        for _ in range(2):
+            gone = await gateway.http.delete(f"/v1/feedback/{again}", headers=head)
+            assert gone.json() == {"feedback_id": again}
+        assert latest(tmp_path) == {} and len(lines(tmp_path)) == 5
+        # a double that comes after the withdrawal counts no second time, because its key was seen
+        assert await rated(gateway, body, **{"idempotency-key": "k1"}) == again and latest(tmp_path) == {}
+        assert (await rate(gateway, body | {"value": False}, **{"idempotency-key": "k1"})).status_code == 400
+        other = {"authorization": f"Bearer {BOB}"}
+        assert (await gateway.http.delete(f"/v1/feedback/{again}", headers=other)).status_code == 404
+    assert len(lines(tmp_path)) == 5
+
+
+async def test_a_conversation_is_named_by_its_id_its_name_or_one_of_its_replies(tmp_path: Path) -> None:
+    """The mean of a reply's metric is the conversation's; a metric to minimize is negated."""
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        ids = [await reply_id(gateway, "how?", X_Art_Conversation="chat 7") for _ in range(2)]
+        await rated(gateway, {"metric_name": "minutes", "value": 3, "episode_id": "chat 7"})
+        await rated(gateway, {"metric_name": "solved", "value": True, "inference_id": ids[0]})
+        (trajectory,) = latest(tmp_path)
+        await rated(gateway, {"metric_name": "solved", "value": False, "episode_id": str(uuid.UUID(trajectory))})
+        for id, value in zip(ids, (True, False), strict=True):
+            await rated(gateway, {"metric_name": "thumbs", "value": value, "inference_id": str(uuid.UUID(id[9:]))})
+    assert [each.id for each in written(tmp_path)] == [trajectory]
+    ratings = {metric: rating(latest(tmp_path)[trajectory], metric) for metric in (*METRICS, "comment")}
+    assert ratings == {"thumbs": 0.5, "solved": 0.0, "minutes": -3.0, "comment": None}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_each_protocol_has_an_id_to_rate_also_while_streaming(tmp_path: Path, path: str) -> None:
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        said = [{"role": "user", "content": "how?"}]
+        asked: Json = {"input": said} if "responses" in path else {"messages": said, "max_tokens": 9}
+        body = {"model": "policy", **asked}
+        head = {"authorization": f"Bearer {ANN}", "x-api-key": ANN}
+        whole = (await gateway.http.post(path, json=body, headers=head)).json()["id"]
+        streamed = (await gateway.http.post(path, json=body | {"stream": True}, headers=head)).text
+        first = json.loads(next(line for line in streamed.splitlines() if line.startswith("data:"))[5:])
+        ids = {whole, (first.get("message") or first.get("response") or first)["id"]}
+        for id in ids:
+            await rated(gateway, {"metric_name": "thumbs", "value": True, "inference_id": id})
+    assert len(ids) == 2 and {entry.reply for entry in lines(tmp_path)} == {
+        id.split("_")[-1].split("-")[-1] for id in ids
+    }
+
+
+async def test_what_is_wrong_is_refused_with_its_reason_and_stores_nothing(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        id = await reply_id(gateway)
+        good: Json = {"metric_name": "thumbs", "value": True, "inference_id": id}
+        refused: list[tuple[Json | bytes, int]] = [
+            (good | {"metric_name": "stars"}, 400),
+            (good | {"metric_name": "stars", "value": None}, 400),
+            (good | {"value": 1}, 400),
+            (good | {"value": "yes"}, 400),
+            (good | {"metric_name": "minutes", "value": True}, 400),
+            (good | {"metric_name": "minutes", "value": 10**400}, 400),
+            (good | {"metric_name": "comment", "value": 3}, 400),
+            (good | {"metric_name": "demonstration", "value": [{"type": "image", "url": "x"}]}, 400),
+            (good | {"metric_name": "demonstration", "value": []}, 400),
+            (good | {"tags": {"a": 1}}, 400),
+            (good | {"episode_id": "chat"}, 400),
+            (good | {"extra": 1}, 400),
+            ({"metric_name": "thumbs", "value": True}, 400),
+            ({"metric_name": "thumbs", "inference_id": id}, 400),
+            ({"metric_name": "thumbs", "value": True, "episode_id": "chat"}, 400),
+            (good | {"value": None}, 404),
+            (good | {"inference_id": "chatcmpl-" + "0" * 32}, 404),
+            (good | {"inference_id": "nonsense"}, 404),
+            ({"metric_name": "solved", "value": True, "episode_id": "no such"}, 404),
+            (b'{"metric_name": "minutes", "value": NaN, "inference_id": "x"}', 400),
+            (b'{"metric_name": "minutes", "value": 1e999, "inference_id": "x"}', 400),
+            (b'{"metric_name": "comment", "value": "\x01", "inference_id": "x"}', 400),
+            (b'{"metric_name": "comment", "value": "\\ud800", "inference_id": "x"}', 400),
+            (b'{"value": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+            (b"[]", 400),
+            (b" " * (2**20 + 1), 413),
+        ]
+        for body, status in refused:
+            response = await rate(gateway, body)
+            assert (response.status_code, "\n" in response.json()["error"]["message"]) == (status, False), body
+        for stranger in (BOB, "sk-nobody-00000000"):
+            response = await rate(gateway, good, key=stranger)
+            assert response.status_code == (404 if stranger == BOB else 401)
+        assert "gateway.feedback" in (await rate(gateway, good | {"metric_name": "stars"})).json()["error"]["message"]
+    assert lines(tmp_path) == []
+
+
+async def test_feedback_days_later_finds_calls_of_earlier_files_and_processes(tmp_path: Path) -> None:
+    """The gateway is killed after the first call; the second start writes both conversations' files."""
+    ids = []
+    for is_killed in (True, False):
+        async with standing(tmp_path, ScriptedBackend(numbered()), is_killed=is_killed) as gateway:
+            ids.append(await reply_id(gateway, f"question {is_killed}"))
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        for id in ids:
+            await rated(gateway, {"metric_name": "thumbs", "value": True, "inference_id": id})
+            assert (
+                await rate(gateway, {"metric_name": "thumbs", "value": True, "inference_id": id}, key=BOB)
+            ).status_code == 404
+        before = lines(tmp_path)
+    assert latest(tmp_path).keys() == {each.id for each in written(tmp_path)}
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        body = {"metric_name": "thumbs", "value": True, "inference_id": ids[0]}
+        assert await rated(gateway, body) == before[0].id and lines(tmp_path) == before
+
+
+async def test_feedback_is_redacted_like_calls(tmp_path: Path) -> None:
+    rules = RedactConfig(patterns=[r"\d{3}-\d{2}-\d{4}"], keys=["password"])
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS, redact=rules) as gateway:
+        id = await reply_id(gateway)
+        blocks = [
+            {"type": "text", "text": "call 123-45-6789"},
+            {"type": "tool_call", "name": "login", "arguments": {"password": "hunter2", "user": "ann"}},
+        ]
+        for name, value in (("comment", f"my key is {ANN}, 123-45-6789"), ("demonstration", blocks)):
+            tags = {"password": "hunter2", "ssn": "123-45-6789", "place": "here"}
+            await rated(gateway, {"metric_name": name, "value": value, "inference_id": id, "tags": tags})
+    text = (tmp_path / "feedback.jsonl").read_text()
+    assert not any(secret in text for secret in (ANN, "123-45", "hunter2"))
+    comment, edited = lines(tmp_path)
+    assert comment.value == "my key is ***, [redacted]" and comment.tags["place"] == "here"
+    assert isinstance(edited.value, dict) and edited.value["content"] == "call [redacted]"
+    (call,) = edited.value["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"password": "[redacted]", "user": "ann"}
+
+
+async def test_concurrent_doubles_count_once_and_are_synced_before_any_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of a body's doubles all wait for the first one's fsync."""
+    synced = 0
+    real = LineWriter.sync
+
+    def sync(writer: LineWriter) -> None:
+        nonlocal synced
+        real(writer)
+        synced += writer.path.name == "feedback.jsonl"
+
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        id = await reply_id(gateway)
+        monkeypatch.setattr(LineWriter, "sync", sync)
+        body = {"metric_name": "thumbs", "value": True, "inference_id": id}
+        assert len({await task for task in [asyncio.create_task(rated(gateway, body)) for _ in range(20)]}) == 1
+        assert synced == 1 and len(lines(tmp_path)) == 1
+
+
+async def test_the_page_shows_feedback_at_its_conversation(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        id = await reply_id(gateway)
+        await rated(gateway, {"metric_name": "comment", "value": "wrong", "inference_id": id, "tags": {"user": "7"}})
+    (trajectory,) = written(tmp_path)
+    async with asking([tmp_path]) as page:
+        (source,) = (await page.get("sources"))["sources"]
+        shown = await page.get("source", source["id"], "trajectory", trajectory.id)
+    entry = {"metric": "comment", "value": "wrong", "reply": id.removeprefix("chatcmpl-"), "tags": {"user": "7"}}
+    assert shown["trajectory"]["metadata"]["feedback"] == [entry]
+
+
+async def test_an_edited_answer_is_an_example_in_place_of_its_attempt(tmp_path: Path) -> None:
+    """Two attempts; the better one's second reply was edited, so the first reply is context and not learned."""
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        first = [await gateway.say("how?") for _ in range(2)]
+        ids = [await reply_id(gateway, "how?", reply, "and then?") for reply in first]
+        await rated(gateway, {"metric_name": "demonstration", "value": "like so", "inference_id": ids[1]})
+    scored = [score_trajectory(each, float(each.index)) for each in written(tmp_path)]
+    write_lines(tmp_path / "scored.jsonl", scored)
+    (example,) = best_attempts(tmp_path / "scored.jsonl", 1)
+    assert [(each["role"], each["content"], each.get("weight")) for each in example["messages"][1:]] == [
+        ("user", "how?", None),
+        ("assistant", first[1], 0),
+        ("user", "and then?", None),
+        ("assistant", "like so", None),
+    ]
+    kept, edited = best_attempts(tmp_path / "scored.jsonl", 1, min_reward=0.0)
+    assert [turn["finish_reason"] for turn in kept["turns"]] == ["stop", "stop"] and edited == example
+
+
+def test_ids_are_ordered_by_time() -> None:
+    ids = [new_id() for _ in range(2)]
+    assert [(uuid.UUID(id).version, uuid.UUID(id).variant) for id in ids] == [(7, uuid.RFC_4122)] * 2
+    assert ids[0][:13] <= ids[1][:13]
+
+
+async def test_a_torn_line_is_cut_off_and_its_feedback_counts_when_it_comes_again(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        id = await reply_id(gateway)
+        body = {"metric_name": "thumbs", "value": True, "inference_id": id}
+        await rated(gateway, body)
+    file = tmp_path / "feedback.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        await rated(gateway, body)
+    assert [entry.value for entry in lines(tmp_path)] == [True]
