@@ -28,7 +28,7 @@ def test_the_reference_has_every_key_with_its_meaning() -> None:
         f"rollout.sources.NAME.{below}." for below in ("judge", "environment", "scenarios", "eval_scenarios")
     )
     for key in all_keys(RunConfig):
-        key = key.replace("rollout.sources.", "rollout.sources.NAME.")
+        key = key.replace("rollout.sources.", "rollout.sources.NAME.").replace("feedback.", "feedback.NAME.")
         if not key.startswith(inside_lists) and key.rpartition(".")[2] != "name":
             assert f"\n| `{key}` |" in page or f"\n## {key}\n" in page, key
     assert not [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")]
