@@ -23,7 +23,15 @@ def test_the_reference_is_made_from_the_schema() -> None:
 
 def test_the_reference_has_every_key_with_its_meaning() -> None:
     page = (ROOT / "docs/config.md").read_text()
-    inside_lists = ("judge.panel.", "judge.judges.", "judge.first.", "judge.then.", "trackers.", "shadow.")
+    inside_lists = (
+        "judge.panel.",
+        "judge.judges.",
+        "judge.first.",
+        "judge.then.",
+        "judge.otherwise.",
+        "trackers.",
+        "shadow.",
+    )
     inside_lists += tuple(
         f"rollout.sources.NAME.{below}." for below in ("judge", "environment", "scenarios", "eval_scenarios")
     )
