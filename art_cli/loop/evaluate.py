@@ -129,7 +129,7 @@ def is_judged(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
 
 def _is_finished(trajectory: Trajectory) -> bool:
     """Returns True if the rollout itself decided its reward; at a limit or a failure, `limit_reward` replaces it."""
-    return trajectory.error is None and not trajectory.is_cut
+    return trajectory.error is None and trajectory.ended_by is None
 
 
 async def judge_contest(

@@ -119,12 +119,12 @@ class Trajectory(msgspec.Struct, kw_only=True):
         """Returns a rollout metric. If a limit or the policy's failure ended the rollout before it reported metrics,
         returns its reward (`rollout.limit_reward`) instead."""
         value = self.metrics.get(metric)
-        return self.returned_reward if value is None and self.is_cut else value
+        return self.returned_reward if value is None and self.ended_by else value
 
     @property
-    def is_cut(self) -> bool:
-        """True if a limit or the policy's own failure ended the rollout."""
-        return self.limit is not None or bool(self.failure)
+    def ended_by(self) -> str | None:
+        """Returns the limit or the policy's own failure that ended the rollout, if any."""
+        return self.limit or self.failure or None
 
     @property
     def is_silent(self) -> bool:

@@ -386,7 +386,8 @@ class Answers:
         return {
             "trajectory": {
                 name: value for name in _WITHOUT_TURNS if (value := getattr(record, name)) is not msgspec.UNSET
-            },
+            }
+            | {"limit": record.ended_by},
             "step": step.step,
             "split": step.split,
             "group_id": row.group,
@@ -456,7 +457,7 @@ class Answers:
 
 def _attempt(row: IndexRow, record: ScoredTrajectory) -> Json:
     indexed = {name: getattr(row, name) for name in ("id", "index", "reward", "num_turns", "num_tokens")}
-    return indexed | {name: getattr(record, name) for name in SHOWN}
+    return indexed | {name: getattr(record, name) for name in SHOWN} | {"limit": record.ended_by}
 
 
 def _scored(step: IndexedStep) -> Path | None:

@@ -98,7 +98,7 @@ def test_a_written_failure_is_read_again_and_absent_otherwise() -> None:
     assert b"failure" not in msgspec.json.encode(whole)
     failed = msgspec.structs.replace(whole, failure="KeyError: 'x'", returned_reward=0.0)
     again = msgspec.json.decode(msgspec.json.encode(failed), type=Trajectory)
-    assert again.failure == "KeyError: 'x'" and again.is_cut and again.reported("right") == 0.0
+    assert again.failure == again.ended_by == "KeyError: 'x'" and again.reported("right") == 0.0
 
 
 def test_the_hunt_breaks_calls_and_asks_instead_of_working() -> None:

@@ -58,7 +58,7 @@ def read_example(attempt: ScoredTrajectory, reward: float) -> Example:
     first = next((index for index, message in enumerate(messages) if message.role == "assistant"), len(messages))
     words = [f"reward {reward:.3g}"]
     words += [f"it failed: {attempt.error}"] if attempt.error is not None else []
-    words += [f"it met a limit: {attempt.limit}"] if attempt.limit is not None else []
+    words += [f"it was ended by {attempt.ended_by}"] if attempt.ended_by is not None else []
     words += [score.explanation for score in attempt.scores if score.explanation]
     said = attempt.metadata.get("feedback")
     words += [said] if isinstance(said, str) and said else []
