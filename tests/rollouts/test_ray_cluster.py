@@ -199,7 +199,7 @@ async def test_attempts_are_played_on_the_nodes_with_the_code_and_the_variables_
 )
 async def test_what_goes_wrong_on_a_node_is_said_as_it_is_here(ray: Ray, do: str, said: str) -> None:
     [played] = await ray.play(do)
-    assert played.error == said and played.metrics["num_retries"] == 0
+    assert (played.error or played.failure) == said and played.metrics["num_retries"] == 0
     assert len(played.turns) == 1
 
 

@@ -36,11 +36,11 @@ async def rollout(policy, scenario):
     return Outcome(reward=scenario["index"], metrics={{"won": True}}, metadata=told)
 """
     played = await stage.play(source, num=6, processes=processes, concurrency=6)
-    assert [t.returned_reward for t in played] == [0, 1, None, 3, 4, 5]
-    assert [t.error for t in played if t.error] == ["ValueError: no (rollout.py:13)"]
+    assert [t.returned_reward for t in played] == [0, 1, 0, 3, 4, 5]
+    assert [t.failure for t in played if t.failure] == ["ValueError: no (rollout.py:13)"]
     assert all(len(t.turns) == 1 for t in played)
-    assert all(t.metrics["won"] == 1 and t.metadata["step"] == 2 for t in played if not t.error)
-    pids = {t.metadata["pid"] for t in played if not t.error}
+    assert all(t.metrics["won"] == 1 and t.metadata["step"] == 2 for t in played if not t.failure)
+    pids = {t.metadata["pid"] for t in played if not t.failure}
     assert len(pids) == max(1, processes)
     assert (os.getpid() in pids) == (processes == 0)
     assert not any(is_alive(pid) for pid in pids - {os.getpid()})

@@ -179,7 +179,7 @@ import json
 async def test_what_was_sampled_before_the_failure_is_kept(stage: Stage) -> None:
     source = ASK + "async def rollout(policy, scenario):\n    await ask(policy)\n    raise ValueError(policy.api_key)\n"
     (trajectory,) = await stage.play(source)
-    assert trajectory.error == "ValueError: *** (rollout.py:8)"  # and the key is nowhere
+    assert trajectory.failure == "ValueError: *** (rollout.py:8)"  # and the key is nowhere
     assert len(trajectory.turns) == 1
 
 
@@ -259,8 +259,8 @@ async def rollout(policy, scenario):
 """
     )
     (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer)).play(source)
-    assert trajectory.error is not None and trajectory.error.startswith("KeyError: 'mine'")
-    assert (trajectory.returned_reward, trajectory.limit) == (None, None)
+    assert str(trajectory.failure).startswith("KeyError: 'mine'")
+    assert (trajectory.error, trajectory.returned_reward, trajectory.limit) == (None, 0.0, None)
 
 
 @pytest.mark.slow
