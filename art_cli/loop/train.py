@@ -237,7 +237,8 @@ def _announce(step: int, steps: int, metrics: dict[str, float]) -> None:
     numbers = "  ".join(f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
     kinds = {name.removeprefix("failed."): num for name, num in metrics.items() if name.startswith("failed.")}
     mostly = f" (mostly {max(kinds, key=lambda kind: kinds[kind])})" if kinds else ""
-    failed = f"failed {metrics['num_failed']:.0f}{mostly}  limited {metrics['num_limited']:.0f}"
+    num_failed = metrics["num_failed"] + metrics.get("num_policy_failed", 0)
+    failed = f"failed {num_failed:.0f}{mostly}  limited {metrics['num_limited']:.0f}"
     log.info("step %d/%d: %s  %s", step, steps, numbers, failed)
     if metrics.get("packed") == 0:
         log.warning("step %d: packs did not hold (packed 0), so the learner ran one sample at a time, slower", step)

@@ -81,7 +81,7 @@ class Progress:
 
     def count(self, trajectory: Trajectory) -> None:
         self.done += 1
-        self.failed += trajectory.error is not None
+        self.failed += trajectory.error is not None or bool(trajectory.failure)
         if trajectory.error is None and trajectory.returned_reward is not None:
             self.reward_sum += trajectory.returned_reward
             self.num_rewards += 1

@@ -57,14 +57,14 @@ class Failures(NamedTuple):
 
 
 def count_failures(trajectories: Iterable[Trajectory]) -> Failures:
-    """Counts the failed trajectories. Equally common causes: the first counts."""
+    """Counts the trajectories with an error or the policy's own failure. Equally common causes: the first counts."""
     num_played, examples, counts = 0, dict[str, str](), Counter[str]()
     for trajectory in trajectories:
         num_played += 1
-        if trajectory.error is not None:
-            nature = _NUMBER.sub("0", trajectory.error)
+        if error := trajectory.error or trajectory.failure:
+            nature = _NUMBER.sub("0", error)
             where = f" (scenario {str(trajectory.scenario['id'])[:MAX_ID]})" if "id" in trajectory.scenario else ""
-            examples.setdefault(nature, f"{' '.join(trajectory.error.split())[:MAX_CAUSE]}{where}")
+            examples.setdefault(nature, f"{' '.join(error.split())[:MAX_CAUSE]}{where}")
             counts[nature] += 1
     if not counts:
         return Failures(0, num_played, "", 0)
