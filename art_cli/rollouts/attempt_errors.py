@@ -98,10 +98,12 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _classes(error: BaseException, root: Path) -> set[str]:
-    """Returns the names of the error's class and bases; none for an error of the system or of a server."""
-    if any(isinstance(cause, (OSError, MemoryError, ImportError)) for cause in _causes(error)):
-        return set()
-    if is_transport_error(error):
+    """Returns the names of the error's class and bases; none for an error of the system or of a server.
+
+    Errors raised while such an error was handled count as such an error, also without `from`.
+    """
+    causes = list(_causes(error, with_context=True))
+    if any(isinstance(cause, (OSError, MemoryError, ImportError)) or _is_named_transport(cause) for cause in causes):
         return set()
     file = Path(getattr(sys.modules.get(str(type(error).__module__)), "__file__", None) or "")
     is_own = file.is_relative_to(root) and "site-packages" not in file.parts
@@ -116,13 +118,14 @@ def is_transport_error(error: BaseException) -> bool:
     return any(map(_is_named_transport, _causes(error)))
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and the errors that it was raised from."""
+def _causes(error: BaseException, *, with_context: bool = False) -> Iterator[BaseException]:
+    """Yields the error and the errors that it was raised from, or `with_context` while they were handled."""
     cause: BaseException | None = error
     for _ in range(MAX_CAUSES):
         if cause is not None:
             yield cause
-            cause = cause.__cause__
+            context = cause.__context__ if with_context and not cause.__suppress_context__ else None
+            cause = cause.__cause__ or context
 
 
 def _is_named_transport(error: BaseException) -> bool:

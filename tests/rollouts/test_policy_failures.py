@@ -26,6 +26,12 @@ def wrap(error):
         raise error
     except Exception as cause:
         raise ServiceDown from cause
+
+def hide(error):
+    try:
+        raise error
+    except Exception:
+        raise ServiceDown("no from")
 """
 # what an attempt raises after a reply -> whether it is the policy's failure
 RAISED = {
@@ -40,6 +46,8 @@ RAISED = {
     "raise_(ConnectionError('refused'))": False,
     "wrap(TimeoutError('late'))": False,
     "wrap(socket.gaierror(1, 'no such host'))": False,
+    "hide(TimeoutError('late'))": False,
+    "hide(KeyError('move'))": True,
     "open('/no/such/file')": False,
     "import_()": False,
     "raise_(SystemExit(3))": False,
