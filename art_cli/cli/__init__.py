@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAMES = (
     *("init", "check", "plan", "train", "join", "generate", "judge"),
-    *("label", "reward", "step", "sft", "eval"),
+    *("label", "reward", "step", "sft", "eval", "improve"),
     *("hunt", "prove", "report", "log", "view"),
     *("serve", "gateway", "backend", "export"),
     *("import", "checkpoints", "environments", "scenarios", "doctor"),

@@ -30,13 +30,14 @@ from art_cli.runtime.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from art_cli.config.compose import LoadedGateway
+    from art_cli.config.compose import LoadedConfig, LoadedGateway
     from art_cli.engines import Endpoint, Engine
     from art_cli.models.policy_spec import PolicySpec
     from art_cli.models.weights import Weights
     from art_cli.runs.run_checkpoints import Which
     from art_cli.runtime.secrets import Secrets
     from art_cli.serving.gateway.gateway_service import Totals
+    from art_cli.serving.gateway.served_run import ServedRun
 log = logging.getLogger(__name__)
 
 PORT = 8000
@@ -50,6 +51,9 @@ def run(
     checkpoint: Checkpoint = None,
     is_best: Best = False,
     is_last: Last = False,
+    is_following: Annotated[
+        bool, Option("--follow", help="Answer with what art improve promotes, and with its canary.")
+    ] = False,
     host: Annotated[str | None, Option("--host", help="Default: 127.0.0.1; others need a key.")] = None,
     port: Annotated[int | None, Option("--port", min=0, max=65535, help="0: any free port. [default: 8000]")] = None,
     api_key: ApiKey = None,
@@ -68,6 +72,7 @@ def run(
                                                     engine: {name: openai, base_url: https://host/v1, model: NAME}
     art gateway config.yaml --checkpoint runs/mine
                                                   for a checkpoint and its configuration
+    art gateway config.yaml --follow              for the run's best checkpoint, and what art improve makes of it
     ART_API_KEY=... art gateway gateway.yaml --host 0.0.0.0
     cat runs/NAME/gateway/trajectories-*.jsonl > seen.jsonl && art judge seen.jsonl
 
@@ -94,14 +99,21 @@ def run(
     greet = partial(_greet, loaded, has_keys=bool(clients), file=api_key_file, as_json=as_json)
     size, age = settings.rotate_mb * 1e6, settings.rotate_s
     made_journal = Journal(loaded.trajectories, group_size=settings.group_size, rotate_bytes=size, rotate_s=age)
-    with made_journal as journal, _policy_engine(loaded, checkpoint, which) as made:
+    with made_journal as journal, _policy_engine(loaded, checkpoint, which, is_following) as made:
 
         async def serve() -> "Totals":
             async with _started(made) as (engine, policy):
                 known = _known_secrets(keys, engine.endpoint)
                 limits["enforces_formats"] = engine_traits(loaded.engine, loaded.directory).enforces_formats
                 service = GatewayService(
-                    engine, journal, settings, clients=clients, secrets_known=known, policy=policy, **limits
+                    engine,
+                    journal,
+                    settings,
+                    clients=clients,
+                    secrets_known=known,
+                    policy=policy,
+                    is_blind=is_following,
+                    **limits,
                 )
                 await service.run(host, port, lambda root: greet(engine, root))
                 return service.totals
@@ -114,15 +126,17 @@ def run(
 class _Made(NamedTuple):
     """An unstarted engine and its policy."""
 
-    engine: "Engine"
+    engine: "Engine | ServedRun"
     checkpoint: Path | None
     step: int
     policy: "Weights | PolicySpec | None"  # None: the endpoint's model
 
 
 @contextlib.contextmanager
-def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Which") -> Iterator[_Made]:
-    """Yields the engine for an endpoint, or for a run's checkpoint."""
+def _policy_engine(
+    loaded: "LoadedGateway", checkpoint: Path | None, which: "Which", is_following: bool
+) -> Iterator[_Made]:
+    """Yields the engine for an endpoint, for a run's checkpoint, or for what a run serves from time to time."""
     from art_cli.engines import engine_traits, make_engine
     from art_cli.loop.decide import decide_engine
     from art_cli.loop.references import check_ready
@@ -136,7 +150,12 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
             named = f"--checkpoint {checkpoint}" if checkpoint is not None else option(which)
             raise UsageError(f"{named}: engine {loaded.engine.name!r} answers with its own model; leave one out")
         log_policy(loaded.name, "the engine's own model")
+        if is_following:
+            raise UsageError("--follow: there is no run to follow; name a configuration with model and rollout")
         yield _Made(make_engine(loaded.engine, None, name=loaded.name, logs=logs, directory=directory), None, 0, None)
+        return
+    if is_following:
+        yield _Made(_served_run(run, checkpoint, which, logs), None, 0, None)
         return
     source = find_policy(run, checkpoint, which=which)
     if source.checkpoint is not None and is_prompt(source.checkpoint):
@@ -149,17 +168,41 @@ def _policy_engine(loaded: "LoadedGateway", checkpoint: Path | None, which: "Whi
         yield _Made(made, source.checkpoint, step, policy)
 
 
+def _served_run(run: "LoadedConfig", checkpoint: Path | None, which: "Which", logs: Path) -> "ServedRun":
+    from art_cli.loop.decide import decide_engine
+    from art_cli.loop.references import check_ready
+    from art_cli.runs.run_checkpoints import option
+    from art_cli.runs.run_dir import RunDir
+    from art_cli.serving.gateway.served_run import ServedRun
+    from art_cli.serving.served_policies import ENGINES, Loader
+
+    if checkpoint is not None or which != "offered":
+        named = f"--checkpoint {checkpoint}" if checkpoint is not None else option(which)
+        raise UsageError(f"--follow takes what the run offers; leave out {named}")
+    files = RunDir(run.config.runs / run.config.name)
+    if not files.checkpoint_steps():
+        raise UsageError(f"--follow: {files.root} has no checkpoint; train it first")
+    check_ready(run, ("model", "engine"))
+    engine = decide_engine(run).config.engine
+    if engine.name not in ENGINES:
+        raise UsageError(
+            f"--follow: engine {engine.name!r} cannot change checkpoints here; take {' or '.join(ENGINES)}"
+        )
+    return ServedRun(files, Loader(engine, logs), name=run.config.name)
+
+
 @contextlib.asynccontextmanager
-async def _started(made: _Made) -> "AsyncIterator[tuple[Engine, str]]":
+async def _started(made: _Made) -> "AsyncIterator[tuple[Engine | ServedRun, str]]":
     """Starts the engine; yields it with the policy's digest, "" without a proof."""
     from art_cli.engines.proof import WeightProof
     from art_cli.loop.policy_sampler import read_origin
     from art_cli.runs.manifest import read_manifest
+    from art_cli.serving.gateway.served_run import ServedRun
 
     await made.engine.start()
     try:
         proven = None
-        if made.checkpoint is not None and made.policy is not None:
+        if made.checkpoint is not None and made.policy is not None and not isinstance(made.engine, ServedRun):
             await made.engine.load(made.checkpoint, made.step)
             origin = await read_origin(made.policy)
             proven = await WeightProof().prove(made.engine, read_manifest(made.checkpoint), origin)
@@ -169,7 +212,13 @@ async def _started(made: _Made) -> "AsyncIterator[tuple[Engine, str]]":
 
 
 def _greet(
-    loaded: "LoadedGateway", engine: "Engine", root: str, *, has_keys: bool, file: Path | None, as_json: bool
+    loaded: "LoadedGateway",
+    engine: "Engine | ServedRun",
+    root: str,
+    *,
+    has_keys: bool,
+    file: Path | None,
+    as_json: bool,
 ) -> None:
     """Prints the clients' addresses and key, and the directory for trajectories."""
     model = engine.endpoint.model

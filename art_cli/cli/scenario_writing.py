@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from art_cli.judges.trial import require_keys
 from art_cli.loop.interrupts import Interrupts
 from art_cli.rollouts.environments import Json, Settings, cure, library_named, not_installed
 from art_cli.rollouts.environments.mcp import McpServer
+from art_cli.rollouts.near_duplicates import is_same, words_of
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.durable import write_lines
 from art_cli.runtime import threads
@@ -38,7 +38,6 @@ MAX_TASK = 4000  # characters per task
 MAX_SHOWN = 40  # existing tasks in a prompt
 MAX_SHOWN_TASK = 400  # characters per existing task
 MAX_TOOLS = 60_000  # characters of JSON; above it, a call includes only the requested tools
-SAME = 0.8  # Jaccard similarity of words that makes tasks duplicates
 
 SYSTEM = """\
 You write tasks for training an agent that has tools. The agent sees nothing but the task and the tools. A task is one
@@ -220,21 +219,6 @@ def complaint(text: str, problem: str) -> list[Json]:
 def task_id(text: str) -> str:
     """Returns an id by a hash of the text."""
     return f"task-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-
-
-def words_of(text: str) -> frozenset[str]:
-    """Returns the words and numbers, without case, accents and punctuation."""
-    plain = unicodedata.normalize("NFKD", text).casefold()
-    return frozenset(re.findall(r"\w+", "".join(letter for letter in plain if not unicodedata.combining(letter))))
-
-
-def is_same(one: frozenset[str], other: frozenset[str]) -> bool:
-    """Returns True for near duplicates. 7 common words out of 8 and 8 give 7 / 9, which is below 0.8."""
-    shorter, longer = sorted((len(one), len(other)))
-    if shorter < SAME * longer:
-        return False
-    common = len(one & other)
-    return common >= SAME * (shorter + longer - common)
 
 
 def spread(tasks: Iterable[Json]) -> tuple[Counter[int], Counter[str]]:

@@ -24,8 +24,25 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "learner.model", f"judge {judges} cannot reflect, because it is not a language model; name one"
     for number, rule in enumerate(config.stop):
         yield from _stop_conflicts(config, f"stop.{number}", rule)
+    yield from _improve_conflicts(config)
     yield from _of_each_source(config, _conflicts)
     yield from _of_each_source(config, _unused, has_use=True)
+
+
+def _improve_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.improve is None:
+        return
+    metric, declared = config.improve.canary.metric, config.gateway.feedback
+    if metric not in declared:
+        there = f"it has {', '.join(declared)}" if declared else f"add {metric}: {{type: boolean}}"
+        yield "improve.canary.metric", f"{metric!r} is not declared in gateway.feedback; {there}"
+    if config.rollout.scenarios is None:
+        yield (
+            "improve",
+            "learns from scenarios of traffic, so it needs rollout.scenarios, not an environment or sources",
+        )
+    if not config.learner.trains_weights:
+        yield "improve", f"learner {config.learner.name!r} trains no weights"
 
 
 def _of_each_source(

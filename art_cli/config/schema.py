@@ -25,6 +25,7 @@ from art_cli.config.sections.engine_config import (
     TinkerEngineConfig,
     VllmEngineConfig,
 )
+from art_cli.config.sections.improve_config import ImproveConfig
 from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
     CascadeJudgeConfig,
@@ -93,14 +94,14 @@ __all__ = [
     "BaseLearnerConfig", "BlendJudgeConfig", "CascadeJudgeConfig", "CispoConfig", "DapoConfig", "DistillConfig",
     "DrGrpoConfig", "EmbeddedEngineConfig", "EngineConfig", "EngineSection", "EnvironmentConfig", "EvalConfig",
     "FeedbackJudgeConfig", "FeedbackMetricConfig", "FunctionJudgeConfig", "GatewayConfig", "GrpoConfig", "GspoConfig",
-    "JudgeConfig", "JudgeModelConfig", "LangfuseTrackerConfig", "LearnerConfig", "LoraConfig", "LossConfig",
-    "MetricJudgeConfig", "ModelConfig", "NamedJudgeConfig", "NoJudgeConfig", "NoTrackerConfig", "NoiseConfig",
-    "OpenAIEngineConfig", "OtelTrackerConfig", "OwnEngineConfig", "OwnTrackerConfig", "PanelMemberConfig", "PpoConfig",
-    "PriceConfig", "PromptLearnerConfig", "RedactConfig", "RewardModelJudgeConfig", "RlooConfig", "RolloutConfig",
-    "RolloutJudgeConfig", "RulerJudgeConfig", "RunConfig", "ScaledLossConfig", "ScenariosConfig", "Section",
-    "SftConfig", "ShadowConfig", "StopRule", "TaughtLossConfig", "TeacherConfig", "TinkerEngineConfig",
-    "TinkerLearnerConfig", "TorchLearnerConfig", "TrackerConfig", "TrainConfig", "TruncateConfig",
-    "UnslothLearnerConfig", "VllmEngineConfig", "no_litellm", "with_base_model",
+    "ImproveConfig", "JudgeConfig", "JudgeModelConfig", "LangfuseTrackerConfig", "LearnerConfig", "LoraConfig",
+    "LossConfig", "MetricJudgeConfig", "ModelConfig", "NamedJudgeConfig", "NoJudgeConfig", "NoTrackerConfig",
+    "NoiseConfig", "OpenAIEngineConfig", "OtelTrackerConfig", "OwnEngineConfig", "OwnTrackerConfig",
+    "PanelMemberConfig", "PpoConfig", "PriceConfig", "PromptLearnerConfig", "RedactConfig", "RewardModelJudgeConfig",
+    "RlooConfig", "RolloutConfig", "RolloutJudgeConfig", "RulerJudgeConfig", "RunConfig", "ScaledLossConfig",
+    "ScenariosConfig", "Section", "SftConfig", "ShadowConfig", "StopRule", "TaughtLossConfig", "TeacherConfig",
+    "TinkerEngineConfig", "TinkerLearnerConfig", "TorchLearnerConfig", "TrackerConfig", "TrainConfig",
+    "TruncateConfig", "UnslothLearnerConfig", "VllmEngineConfig", "no_litellm", "with_base_model",
 ]  # fmt: skip
 
 
@@ -131,6 +132,8 @@ class RunConfig(Section):
     stop: list[StopRule] = []
     """Rules that pause the run, or warn: [{metric: no_signal_share, above: 0.9, for_steps: 5}, {hours: 2}, {usd: 5}].
     docs/report.md has a rule for each common failure."""
+    improve: ImproveConfig | None = None
+    """Nightly learning from live traffic, with `art improve`."""
     tracker: TrackerConfig = NoTrackerConfig()
     trackers: list[TrackerConfig] = []
     """More trackers: [wandb, {name: wandb, project: mine}, {entry: "mine.py:MyTracker"}]."""

@@ -7,12 +7,11 @@ may be removed at any time, because runs keep their own links.
 
 import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from art_cli.runs.durable import new_directory, remove
+from art_cli.runs.durable import link_or_copy, new_directory, remove
 from art_cli.runs.manifest import HASHES, verify_built, write_hashes
 from art_cli.runtime.errors import CheckpointError
 from art_cli.runtime.scratch import user_cache
@@ -69,14 +68,7 @@ def _keep(directory: Path, entry: Path) -> None:
 
 
 def _link_all(source: Path, directory: Path) -> None:
-    shutil.copytree(source, directory, copy_function=_link, dirs_exist_ok=True)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a different file system, or no support for links
-        shutil.copyfile(source, target)
+    shutil.copytree(source, directory, copy_function=link_or_copy, dirs_exist_ok=True)
 
 
 def _size(directory: Path) -> int:

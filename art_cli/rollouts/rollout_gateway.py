@@ -129,11 +129,11 @@ class Gateway:
         return self.upstream.endpoint.model
 
     async def name_policy(self, part: Reply | Chunk) -> None:
-        """Sets the policy digest for the step that sampled this part. Replies from other servers keep their digest.
+        """Sets the policy digest for the step that sampled this part, unless the engine named the policy.
 
         Raises ChatError if the policy's weights could not be proven.
         """
-        part.policy = await self.proven.digest(part.step)
+        part.policy = part.policy or await self.proven.digest(part.step)
 
     @property
     def step(self) -> int:

@@ -364,6 +364,14 @@ def _replace(path: Path, new: Path) -> None:
     remove(old)
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """For files that nobody changes. Copies where the file system has no links, or is another one."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def remove(path: Path) -> None:
     """Removes a file, a directory with its content, or a link (not its target). A missing path is fine."""
     if path.is_dir() and not path.is_symlink():

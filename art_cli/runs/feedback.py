@@ -32,6 +32,8 @@ class FeedbackEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     client: str  # the client that made the calls, as in the journal: "key 2"
     conversation: str  # trajectory id
     reply: str = ""  # id of the rated reply, 32 hexadecimal digits; "": the whole conversation
+    policy: str = ""  # digest of the policy that wrote the reply, or the conversation's last one; "" if unproven
+    answered_at: float = 0.0  # time of this reply, in seconds since the epoch; 0: unknown
     metric: str
     # a metric's number, a comment's text, a demonstration's assistant message in OpenAI's form; None: withdrawn
     value: bool | float | str | Json | None = None

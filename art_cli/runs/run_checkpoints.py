@@ -24,12 +24,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from art_cli.config.key_locations import show
-from art_cli.runs.durable import new_directory, read_object, remove, write_lines
+from art_cli.runs.durable import link_or_copy, new_directory, read_object, remove, write_lines
 from art_cli.runs.history import read_updates
 from art_cli.runs.json_lines import is_inside
 from art_cli.runs.manifest import Manifest, digest_of, is_built, new_checkpoint, read_manifest, verify_checkpoint
 from art_cli.runs.parting import anchors, onsets, read_beside
 from art_cli.runs.run_dir import MetricsLine, RunDir
+from art_cli.runs.served import read_served
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UncertainCheckpoint, UsageError, one_line
 
 ADAPTER_CONFIG, ADAPTER_FILE, TEMPLATE_FILE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
@@ -161,8 +162,12 @@ def option(which: Which) -> str:
 def choose(run: RunDir, which: Which) -> Found:
     """Selects a run's checkpoint, skipping invalid checkpoints.
 
-    Raises CheckpointError without valid checkpoints, and UsageError for "best" without evaluated rewards.
+    A run under `art improve` offers the promoted checkpoint. Raises CheckpointError without valid checkpoints, and
+    UsageError for "best" without evaluated rewards.
     """
+    if which == "offered" and (served := read_served(run.root)) is not None:
+        promoted = _found(run.root / served.checkpoint, run)
+        return promoted._replace(why=f"step {promoted.step}, promoted by art improve (--best and --last take others)")
     found = run.newest_checkpoint(wanted_steps(run, which))
     if found is not None:
         step = found[1].step
@@ -292,10 +297,11 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
 def find_digest(root: Path, digest: str) -> list[tuple[Path, int]]:
     """Returns (run directory, step) of each policy whose digest starts with `digest`, at or directly below `root`.
 
-    Pruned checkpoints are found through the run's metrics.
+    Nights of `art improve` count as their run's. Pruned checkpoints are found through the run's metrics.
     """
     found = []
-    for place in [root, *sorted(path for path in root.iterdir() if path.is_dir())]:
+    places = [root, *sorted(path for path in root.iterdir() if path.is_dir())]
+    for place in [each for outer in places for each in (outer, *sorted(outer.glob("nights/*/run")))]:
         run = RunDir(place)
         kept = {}
         for step in run.checkpoint_steps():
@@ -393,7 +399,7 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
         new = RunDir(directory)
         _copy_inside(found.path, new.checkpoint_path(found.step), run.root)
         if run.base.is_dir():
-            _copy_inside(run.base, new.base, run.root)
+            _copy_inside(run.base, new.base, run.root, copy=link_or_copy)
         first = run.first_eval_path()
         if first is not None and is_inside(first, run.root):  # the judge keeps comparing with the same attempts
             (directory / first.parent.name).mkdir()
@@ -402,7 +408,7 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
     return _found(RunDir(root).checkpoint_path(found.step), RunDir(root))
 
 
-def _copy_inside(source: Path, target: Path, within: Path) -> None:
+def _copy_inside(source: Path, target: Path, within: Path, copy: Callable[[str, str], object] = shutil.copy2) -> None:
     """Copies a directory. Skips links that lead out of `within` and anything except files and directories."""
 
     def left_out(directory: str, names: list[str]) -> list[str]:
@@ -410,7 +416,7 @@ def _copy_inside(source: Path, target: Path, within: Path) -> None:
         copied = {path.name for path in paths if is_inside(path, within) or (path.is_dir() and not path.is_symlink())}
         return [name for name in names if name not in copied]
 
-    shutil.copytree(source, target, ignore=left_out)
+    shutil.copytree(source, target, ignore=left_out, copy_function=copy)
 
 
 def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None = None) -> Found:

@@ -308,6 +308,10 @@ class ServedPolicy:
             finally:
                 watching.cancel()
 
+    async def retire(self) -> None:
+        """Closes after the last request, or immediately on cancellation."""
+        await self._current().retire()
+
     async def close(self) -> None:
         for task in self._retiring:
             task.cancel()

@@ -89,10 +89,11 @@ def evaluation_table(report: Report) -> list[str]:
         found = [by_step[step]["metrics"].get(name) for name in metrics]
         others = ["" if value is None else f"{value:.3f}" for value in found]
         rows.append([" and ".join(chosen[step]), str(step), *_reward(by_step[step]["reward"]), *others])
-    return _columns(rows)
+    return columns(rows)
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a table's lines, with every column as wide as its widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -117,10 +118,10 @@ def _lines(report: Report) -> list[str]:
         lines += [f"  step {step:>5s}  {reward}  {note}".rstrip() for step, reward, note in rows]
     if promised := promised_rows(report):
         lines += ["", "what art plan promised, and what happened"]
-        lines += [f"  {line}" for line in _columns(promised)]
+        lines += [f"  {line}" for line in columns(promised)]
     if windows := judge_rows(report):
         lines += ["", "the judge by steps, from a few scored files of each window"]
-        lines += [f"  {line}" for line in _columns(windows)]
+        lines += [f"  {line}" for line in columns(windows)]
     plots = [
         (report["reward_names"]["train"] if name == "reward" else NAMES.get(name, name), points)
         for name, points in report["series"].items()

@@ -156,7 +156,7 @@ class Conversations:
 
     def _open(self, about: About) -> Conversation:
         recorder = JournaledRecorder(about, self._redactor, self._journal.append)
-        backend = RecordingBackend(self._gateway, about.id, Sampling(), recorder)
+        backend = RecordingBackend(self._gateway, about.id, Sampling(), recorder, group_id=about.id)
         conversation = Conversation(recorder, backend, self._clock())
         recorder.on_call = partial(self._note, conversation)
         self.open[about.id] = conversation

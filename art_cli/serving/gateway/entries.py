@@ -53,6 +53,7 @@ class JournalEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 class _ReplyHead(msgspec.Struct):
     id: str
+    policy: str = ""
 
 
 class _CallHead(msgspec.Struct):

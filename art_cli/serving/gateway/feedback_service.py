@@ -207,8 +207,8 @@ class FeedbackService:
             raise invalid(f"episode_id: {sent.metric_name[:80]} rates a reply; give its inference_id", "episode_id")
         reply = "" if sent.inference_id is None else hex_id(sent.inference_id)
         keys = episode_keys(self._redactor.text(sent.episode_id)) if sent.episode_id is not None else [reply_key(reply)]
-        conversation = await self._journal.find(client, keys) if reply or sent.episode_id is not None else None
-        if conversation is None:
+        found = await self._journal.find(client, keys) if reply or sent.episode_id is not None else None
+        if found is None:
             message = (
                 "no recorded reply or conversation of this key has this id; after a streamed reply's end, try again"
             )
@@ -217,7 +217,9 @@ class FeedbackService:
             id=new_id(),
             at=time.time(),
             client=client,
-            conversation=conversation,
+            conversation=found.conversation,
+            policy=found.policy,
+            answered_at=found.at,
             reply="" if level == "conversation" else reply,  # a reply's id also names its conversation
             metric=sent.metric_name,
             value=sent.value,

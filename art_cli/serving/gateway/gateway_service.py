@@ -51,6 +51,7 @@ from art_cli.serving.gateway.conversations import Conversations
 from art_cli.serving.gateway.feedback_service import FeedbackService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
+from art_cli.serving.gateway.served_run import ServedRun
 from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,9 @@ class ClientBackend:
         journal: Journal,
         redactor: Redactor,
         reader: RequestReader,
+        is_blind: bool = False,
     ) -> None:
+        self._is_blind = is_blind
         self._client, self._upstream, self._reader = client, upstream, reader
         self._conversations, self._journal, self._redactor = conversations, journal, redactor
         self.num_calls = 0  # number of answered and recorded calls
@@ -144,8 +147,7 @@ class ClientBackend:
                 reply = await conversation.backend.reply(request)
                 await self._journal.sync()
             self.num_calls += 1
-            reply.id = _reply_id(request)
-            return reply
+            return msgspec.structs.replace(reply, id=_reply_id(request), policy="" if self._is_blind else reply.policy)
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         with self._failures_logged():
@@ -166,6 +168,7 @@ class ClientBackend:
                             await self._journal.sync()
                             num_before = conversation.recorder.num_entries
                         chunk.id = _reply_id(request)
+                        chunk.policy = "" if self._is_blind else chunk.policy
                         yield chunk
             self.num_calls += 1
 
@@ -209,19 +212,21 @@ class GatewayService:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | ServedRun,
         journal: Journal,
         config: GatewayConfig,
         *,
         clients: Clients,
         secrets_known: Secrets,
         policy: str = "",
+        is_blind: bool = False,
         enforces_formats: bool = True,
         drain_s: float = 30.0,
         max_body_bytes: int = BodyLimit().num_bytes,
     ) -> None:
         """`secrets_known` are the clients' and endpoint's keys, which must not reach any file. `policy` is the digest
-        of the engine's proven weights."""
+        of the engine's proven weights. With `is_blind`, clients are not told which policy answered, so that their
+        feedback cannot depend on it."""
         self._engine, self._journal, self._config = engine, journal, config
         self.admission = Admission(concurrency=CONCURRENCY, queue=0)
         self.stopping = Stopping(drain_s, refuse=self.admission.drain, num_running=lambda: self.admission.num_in_flight)
@@ -237,7 +242,7 @@ class GatewayService:
         self.conversations = Conversations(gateway, journal, redactor, config)
         reader = RequestReader()
         self._backends = {
-            label: ClientBackend(label, engine, self.conversations, journal, redactor, reader)
+            label: ClientBackend(label, engine, self.conversations, journal, redactor, reader, is_blind)
             for label in clients.labels
         }
         self._feedback = FeedbackService(journal, redactor, self.admission, config.feedback, clients.label)

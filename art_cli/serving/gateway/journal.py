@@ -41,7 +41,7 @@ from art_cli.runtime.errors import DataError
 from art_cli.runtime.scratch import make_directory
 from art_cli.serving.gateway.entries import Head, JournalEntry
 from art_cli.serving.gateway.journaled_recorder import places, trajectory_of
-from art_cli.serving.gateway.reply_index import Names, ReplyIndex, episode_keys, reply_key
+from art_cli.serving.gateway.reply_index import Answered, Names, ReplyIndex, episode_keys, reply_key
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +190,8 @@ class Journal:
             log.error("%s: %s", self._writer.path, error.strerror or error)
             raise _unwritable(error.strerror or str(error)) from error
 
-    async def find(self, client: str, keys: Sequence[str]) -> str | None:
-        """Returns the conversation of the first known key of a client (reply_index.py). Raises OSError."""
+    async def find(self, client: str, keys: Sequence[str]) -> Answered | None:
+        """Returns what the first known key of a client belongs to (reply_index.py). Raises OSError."""
         for key in keys:
             for names in (self._names, self._retired.names if self._retired else {}):
                 if (client, key) in names:
@@ -348,10 +348,12 @@ def _outline(path: Path) -> Outline:
 
 def names_of(entry: Head | JournalEntry) -> Names:
     """Returns the ids by which the entry's client may later name its conversation or reply."""
-    keys = episode_keys(entry.conversation)[:1]
+    if entry.call is None:  # the call that it gives up has named them
+        return {}
+    keys = [*episode_keys(entry.conversation)[:1], reply_key(hex_id(entry.call.reply.id))]
     keys += [] if entry.name is None else episode_keys(entry.name)[-1:]
-    keys += [] if entry.call is None else [reply_key(hex_id(entry.call.reply.id))]
-    return {(entry.client, key): entry.conversation for key in keys}
+    answered = Answered(entry.conversation, entry.call.reply.policy, entry.at)
+    return {(entry.client, key): answered for key in keys}
 
 
 class _Id(msgspec.Struct):

@@ -6,16 +6,28 @@ The journal adds its ids before it is removed. Until then it finds them in memor
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from art_cli.chat.replies import hex_id
 
-Names = dict[tuple[str, str], str]  # (client, id with its kind) -> conversation
+
+class Answered(NamedTuple):
+    """The conversation that an id belongs to. Example: Answered("4f0c...", "9f3c...", 1764.2)"""
+
+    conversation: str
+    policy: str = ""  # digest of the policy that answered last; "" if unproven
+    at: float = 0.0  # time of this answer, in seconds since the epoch; 0: unknown
+
+
+Names = dict[tuple[str, str], Answered]  # by (client, id with its kind)
 
 BUSY_S = 60.0
 _SCHEMA = """CREATE TABLE IF NOT EXISTS names
-    (client TEXT, id TEXT, conversation TEXT, PRIMARY KEY (client, id)) WITHOUT ROWID"""
+    (client TEXT, id TEXT, conversation TEXT, policy TEXT DEFAULT '', at REAL DEFAULT 0,
+    PRIMARY KEY (client, id)) WITHOUT ROWID"""
+_NEWER = ("policy TEXT DEFAULT ''", "at REAL DEFAULT 0")  # columns that files from before `art improve` lack
 
 
 def reply_key(reply: str) -> str:
@@ -29,7 +41,7 @@ def episode_keys(episode: str) -> list[str]:
 
 
 class ReplyIndex:
-    """Example: `index.add({("key 2", "reply 77ab..."): "4f0c..."})`. Methods may run in any thread."""
+    """Example: `index.find("key 2", "reply 77ab...")`. Methods may run in any thread."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the file is not such an index."""
@@ -38,21 +50,24 @@ class ReplyIndex:
         with self._failures():
             self._reader = self._connect()
             self._reader.execute(_SCHEMA)
+            there = [column[1] for column in self._reader.execute("PRAGMA table_info(names)")]
+            for column in _NEWER if "policy" not in there else ():
+                self._reader.execute(f"ALTER TABLE names ADD COLUMN {column}")
 
-    def add(self, names: Mapping[tuple[str, str], str]) -> None:
+    def add(self, names: Names) -> None:
         """Returns when the names are on disk. Raises OSError on failure."""
         with self._failures(), contextlib.closing(self._connect()) as writer:
-            rows = [(client, id, conversation) for (client, id), conversation in names.items()]
+            rows = [(client, id, *answered) for (client, id), answered in names.items()]
             writer.execute("BEGIN IMMEDIATE")
-            writer.executemany("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", rows)
+            writer.executemany("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", rows)
             writer.execute("COMMIT")
 
-    def find(self, client: str, key: str) -> str | None:
-        """Returns the conversation. Raises OSError on failure."""
-        query = "SELECT conversation FROM names WHERE client = ? AND id = ?"
+    def find(self, client: str, key: str) -> Answered | None:
+        """Raises OSError on failure."""
+        query = "SELECT conversation, policy, at FROM names WHERE client = ? AND id = ?"
         with self._failures(), self._lock:
             row = self._reader.execute(query, (client, key)).fetchone()
-        return None if row is None else str(row[0])
+        return None if row is None else Answered(*row)
 
     def close(self) -> None:
         self._reader.close()

@@ -1,0 +1,439 @@
+"""A night: scenarios, training, gates, canary, verdict. Each part is skipped if the night's report has it already."""
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from art_cli.config.compose import LoadedConfig
+from art_cli.config.schema import EvalConfig, ImproveConfig, ScenariosConfig
+from art_cli.judges.source_judges import make_judges
+from art_cli.loop import evaluate
+from art_cli.loop.decide import decide_engine
+from art_cli.loop.nights.canary_test import CanaryTest
+from art_cli.loop.nights.traffic import read_ratings, read_traffic
+from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.stage_policy import find_policy, open_policy
+from art_cli.loop.train import train
+from art_cli.rollouts.scenario_files import RunScenarios, load_scenarios
+from art_cli.runs.durable import lock_directory, read_object, write_file, write_lines
+from art_cli.runs.manifest import digest_of, read_manifest
+from art_cli.runs.run_checkpoints import choose, fork, run_of
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.served import Canary, Served, read_served, write_served
+from art_cli.runs.trajectory import Json, Trajectory
+from art_cli.runtime.errors import ArtError, CheckpointError, DataError, Interrupted, Paused, RunError, one_line
+from art_cli.runtime.scratch import make_directory
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["", "promoted", "rolled back", "undecided", "gates missed", "no update", "failed"]
+REPORT, SCENARIOS, HELD_OUT, GATES = "night.json", "scenarios.jsonl", "held_out.jsonl", "gates"
+WEEK_S = 7 * 86_400.0
+MAX_FAILURES = 3  # tries at a night before it is given up
+BASELINE, CANDIDATE = "baseline", "candidate"
+
+
+class GateResult(msgspec.Struct, frozen=True):
+    """Example: GateResult("tasks", "reward>=baseline-0.02", True, 0.04, -0.01, 0.09, 64)"""
+
+    scenarios: str  # tasks, traffic or safety
+    gate: str
+    is_passed: bool
+    mean: float | None = None  # the value that the gate bounds, with its interval
+    low: float | None = None
+    high: float | None = None
+    num: int = 0  # scenarios
+
+
+class Trial(msgspec.Struct):
+    """What the canary has shown so far."""
+
+    since: float  # seconds since the epoch
+    num_promoted: int = 0  # ratings
+    promoted: float = 0.0  # mean rating, 0 to 1
+    num_candidate: int = 0
+    candidate: float = 0.0
+    num_capped: int = 0  # ratings left out, because their client or user had counted for its share
+
+
+class Night(msgspec.Struct, kw_only=True):
+    """night.json. An empty `outcome` is a night under way."""
+
+    number: int
+    started_at: float  # seconds since the epoch
+    baseline: str  # the promoted checkpoint, relative to the run
+    files: list[str]  # trajectory files of the gateway
+    num_conversations: int
+    num_scenarios: int  # from traffic, without the held-out ones
+    num_held_out: int
+    candidate: str = ""  # checkpoint, relative to the run
+    gates: list[GateResult] = []
+    trial: Trial | None = None
+    outcome: Outcome = ""
+    reason: str = ""
+    seconds: float = 0.0  # of training and gates
+    num_attempts: int = 0
+    cost_usd: float | None = None  # of judges and endpoints, as far as prices are known
+    num_failures: int = 0
+
+
+@dataclass(frozen=True)
+class Improved:
+    """The result of `improve`: the night, if one is under way or ended now, and what to do next."""
+
+    night: Night | None
+    text: str
+
+
+class Nights:
+    """The nights of a run. Raises DataError for a report that art did not write."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.root = run, run / "nights"
+
+    def all(self) -> list[Night]:
+        reports = sorted(self.root.glob(f"night_*/{REPORT}"))
+        return [self._read(path) for path in reports]
+
+    def path(self, number: int) -> Path:
+        """Returns the night's directory, which exists afterwards."""
+        path = self.root / f"night_{number:04d}"
+        make_directory(path)
+        return path
+
+    def write(self, night: Night) -> None:
+        data = msgspec.json.format(msgspec.json.encode(night), indent=2) + b"\n"
+        write_file(self.path(night.number) / REPORT, data)
+
+    def _read(self, path: Path) -> Night:
+        try:
+            return msgspec.convert(read_object(path, within=self.run), Night)
+        except msgspec.ValidationError as error:
+            raise DataError(f"not a report of art improve: {one_line(error)}", path) from None
+
+
+async def improve(loaded: LoadedConfig) -> Improved:
+    """Does what is due: begins or resumes a night, up to its canary, or reads the canary's feedback.
+
+    Raises RunError if the run has no checkpoint or another process improves it, and the errors of training and
+    evaluation; the next call tries again, and gives the night up after MAX_FAILURES tries.
+    """
+    config, nights = _section(loaded), Nights(loaded.config.runs / loaded.config.name)
+    if not RunDir(nights.run).checkpoint_steps():
+        raise RunError(f"{nights.run}: no checkpoint to improve; `art train` makes the first one")
+    make_directory(nights.root)
+    with lock_directory(nights.root, nights.root / "lock"):
+        known = nights.all()
+        served = read_served(nights.run) or _first_served(nights.run)
+        night = next((each for each in known if not each.outcome), None)
+        if night is None:
+            if why := _is_stopped(known, config):
+                return Improved(None, why)
+            begun = _begin(loaded, nights, known, served)
+            if isinstance(begun, str):
+                return Improved(None, begun)
+            night = begun
+        if night.trial is None:
+            await _prepare(loaded, nights, night, served)
+        if not night.outcome:
+            _follow_canary(loaded, nights, night)
+        return Improved(night, _told(night, config))
+
+
+def roll_back(run: Path) -> Served:
+    """Serves the checkpoint that was promoted before, and ends a canary. Raises RunError if there is none."""
+    nights = Nights(run)
+    with lock_directory(nights.root, nights.root / "lock"):
+        served = read_served(run)
+        if served is None or not served.previous:
+            raise RunError(f"{run}: nothing was promoted, so there is no way back")
+        for night in nights.all():
+            if not night.outcome:
+                night.outcome, night.reason = "rolled back", "art improve --rollback"
+                nights.write(night)
+        *previous, last = served.previous
+        served = Served(last, _digest(run / last), previous)
+        write_served(run, served)
+        return served
+
+
+def directories(loaded: LoadedConfig) -> list[Path]:
+    """Returns the gateway directories that `improve.traffic` names."""
+    config, section = loaded.config, _section(loaded)
+    own = config.gateway.directory or config.runs / config.name / "gateway"
+    return [loaded.directory / each.expanduser() for each in section.traffic or [own]]
+
+
+# --- the parts of a night ---------------------------------------------------------------------------------------------
+
+
+def _first_served(run: Path) -> Served:
+    found = choose(RunDir(run), "offered")
+    served = Served(str(found.path.relative_to(run)), _digest(found.path))
+    write_served(run, served)
+    return served
+
+
+def _is_stopped(known: Sequence[Night], config: ImproveConfig) -> str:
+    last = known[-config.patience :]
+    if len(last) < config.patience or any(night.outcome == "promoted" for night in last):
+        return ""
+    return (
+        f"stopped: the last {config.patience} nights brought no promotion ({last[-1].outcome}: {last[-1].reason}); "
+        "raise improve.patience to go on"
+    )
+
+
+def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served: Served) -> Night | str:
+    """Returns the new night with its scenarios on disk, or why there is none."""
+    config, before = _section(loaded), [nights.path(night.number) / HELD_OUT for night in known]
+    traffic = read_traffic(
+        config,
+        directories(loaded),
+        loaded.directory,
+        read_before={file for night in known for file in night.files},
+        held_out=[scenario for path in before for scenario in _read_scenarios(path)],
+    )
+    if len(traffic.scenarios) < config.min_scenarios:
+        return (
+            f"{len(traffic.scenarios)} new scenarios in {traffic.num_conversations} conversations; a night needs "
+            f"{config.min_scenarios} (improve.min_scenarios)"
+        )
+    num_held_out = max(1, round(len(traffic.scenarios) * config.held_out))
+    training, held_out = traffic.scenarios[:-num_held_out], traffic.scenarios[-num_held_out:]
+    number, num_own = len(known) + 1, round(len(training) * config.rehearsal)
+    own = RunScenarios(loaded.config, loaded.directory).training
+    ids = {str(scenario["id"]) for scenario in traffic.scenarios}
+    start = (number - 1) * num_own
+    rehearsed = [own[place % len(own)] for place in range(start, start + min(num_own, len(own)))]
+    directory = nights.path(number)
+    write_lines(directory / HELD_OUT, held_out)
+    write_lines(directory / SCENARIOS, [*training, *(each for each in rehearsed if str(each["id"]) not in ids)])
+    night = Night(
+        number=number,
+        started_at=time.time(),
+        baseline=served.checkpoint,
+        files=traffic.files,
+        num_conversations=traffic.num_conversations,
+        num_scenarios=len(training),
+        num_held_out=len(held_out),
+    )
+    nights.write(night)
+    return night
+
+
+async def _prepare(loaded: LoadedConfig, nights: Nights, night: Night, served: Served) -> None:
+    """Trains and gates the candidate, and starts its canary."""
+    begin = time.perf_counter()
+    try:
+        if not night.candidate:
+            await _train(loaded, nights, night)
+        if not night.outcome and not night.gates:
+            night.gates = await _gates(loaded, nights, night)
+    except Interrupted:
+        raise Interrupted("interrupted; nothing is lost: art improve resumes this night") from None
+    except Paused:
+        raise
+    except ArtError as error:
+        night.num_failures += 1
+        if night.num_failures < MAX_FAILURES:
+            raise
+        night.outcome, night.reason = "failed", one_line(error)
+    finally:
+        night.seconds += time.perf_counter() - begin
+        nights.write(night)
+    if missed := [each for each in night.gates if not each.is_passed]:
+        night.outcome = "gates missed"
+        night.reason = "; ".join(f"{each.scenarios}: {each.gate}, found {_shown(each)}" for each in missed)
+    if not night.outcome:
+        _start_canary(loaded, nights, night, served)
+    nights.write(night)
+
+
+async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
+    """Trains from the promoted checkpoint, in a run of its own."""
+    config, directory = _section(loaded), nights.path(night.number)
+    baseline = nights.run / night.baseline
+    run, first = RunDir(directory / "run"), read_manifest(baseline).step
+    if not run.root.exists():
+        source = run_of(baseline)
+        if source is None:
+            raise CheckpointError(f"{baseline}: not in a run")
+        fork(source, run.root, step=first)
+    await train(_night_config(loaded, directory, steps=first + config.steps))
+    lines = [line.metrics for line in run.metrics() if line.split == "train" and line.step >= first]
+    night.num_attempts = round(sum(line.get("num_trajectories", 0.0) for line in lines))
+    costs = [line["judge_usd"] for line in lines if "judge_usd" in line]
+    night.cost_usd = sum(costs) if costs else None
+    found = choose(run, "newest")
+    if _digest(found.path) == _digest(baseline) or not any(line.get("num_updates") for line in lines):
+        night.outcome, night.reason = "no update", "no group of attempts differed in reward"
+    night.candidate = str(found.path.relative_to(nights.run))
+    nights.write(night)
+
+
+def _night_config(loaded: LoadedConfig, directory: Path, *, steps: int) -> LoadedConfig:
+    changes = {
+        "runs": directory,
+        "name": "run",
+        "store": None,
+        "eval": None,
+        "improve": None,
+        "rollout.scenarios": ScenariosConfig(source=str(directory / SCENARIOS)),
+        "train.steps": steps,
+        "train.decay": "none",
+        "train.warmup_steps": 0,
+    }
+    for key, value in changes.items():
+        loaded = loaded.with_value(key, value)
+    return loaded
+
+
+async def _gates(loaded: LoadedConfig, nights: Nights, night: Night) -> list[GateResult]:
+    """Plays every set of scenarios with both policies, and checks the gates on their paired differences."""
+    config, sets = _section(loaded), _gated_sets(loaded, nights)
+    section = loaded.config.eval or EvalConfig()
+    loaded = decide_engine(loaded.with_value("eval", section))
+    directory = nights.path(night.number) / GATES
+    make_directory(directory)
+    played: dict[str, dict[str, list[Trajectory]]] = {}
+    for name, checkpoint in ((BASELINE, night.baseline), (CANDIDATE, night.candidate)):
+        source = find_policy(loaded, nights.run / checkpoint)
+        with open_policy(loaded, source) as policy:
+            async with open_sampler(
+                loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=directory
+            ) as sampler:
+                played[name] = {
+                    gated: await evaluate.play_evaluation(
+                        sampler,
+                        section,
+                        {"": scenarios},
+                        step=source.step,
+                        path=directory / f"{gated}-{name}.jsonl",
+                        title=f"night {night.number}: {gated}, {name}",
+                    )
+                    for gated, scenarios in sets.items()
+                }
+    judge, results = make_judges(loaded.config, loaded.directory), list[GateResult]()
+    try:
+        for gated in sets:
+            values = {}
+            for name in played:
+                attempts, against = played[name][gated], played[BASELINE][gated]
+                judged = await evaluate.judged_rewards(loaded.config, judge, attempts, lambda against=against: against)  # type: ignore[misc]
+                values[name] = evaluate.values_by_scenario(attempts)
+                if judged.by_scenario:
+                    values[name]["reward"] = values[name].get("reward", {}) | judged.by_scenario
+            results.append(_checked(gated, config.gates[gated], values))  # type: ignore[index]
+            log.info("night %d: %s: %s %s", night.number, gated, results[-1].gate, _shown(results[-1]))
+    finally:
+        await judge.close()
+    return results
+
+
+def _gated_sets(loaded: LoadedConfig, nights: Nights) -> dict[str, list[Json]]:
+    """Returns the scenarios of each gate that the configuration has, and that has scenarios."""
+    config = _section(loaded)
+    recent = [night for night in nights.all() if night.started_at >= time.time() - WEEK_S]
+    held_out = [each for night in recent for each in _read_scenarios(nights.path(night.number) / HELD_OUT)]
+    sets = {
+        "tasks": [] if loaded.config.eval is None else RunScenarios(loaded.config, loaded.directory).evaluation,
+        "traffic": list({str(scenario["id"]): scenario for scenario in held_out}.values()),
+        "safety": [] if config.safety is None else load_scenarios(config.safety, loaded.directory),
+    }
+    return {name: scenarios for name, scenarios in sets.items() if scenarios and name in config.gates}
+
+
+def _checked(gated: str, text: str, values: Mapping[str, Mapping[str, Mapping[str, float]]]) -> GateResult:
+    verdict = evaluate.check_policy(evaluate.parse_gate(text, [*values]), values, CANDIDATE)
+    value = verdict.value
+    if value is None:
+        return GateResult(gated, text, False)
+    return GateResult(gated, text, verdict.error is None, value.mean, value.low, value.high, value.num)
+
+
+def _start_canary(loaded: LoadedConfig, nights: Nights, night: Night, served: Served) -> None:
+    canary = Canary(
+        night.candidate, _digest(nights.run / night.candidate), _section(loaded).canary.share, uuid.uuid4().hex
+    )
+    night.trial = Trial(time.time())
+    nights.write(night)  # before the candidate answers anybody
+    write_served(nights.run, msgspec.structs.replace(served, canary=canary))
+
+
+def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
+    """Reads the feedback so far, and promotes or rolls back if it decides."""
+    config, trial = _section(loaded).canary, night.trial
+    assert trial is not None, "a canary has begun"
+    served = read_served(nights.run)
+    if served is None or served.canary is None or served.canary.checkpoint != night.candidate:
+        if served is not None and served.checkpoint == night.candidate:  # killed after the promotion
+            night.outcome, night.reason = "promoted", "its feedback is better"
+            nights.write(night)
+            return
+        served = served or _first_served(nights.run)  # killed before the canary was served
+        _start_canary(loaded, nights, night, served)
+        return
+    test = CanaryTest(
+        share=served.canary.share, error=config.error, margin=config.margin, client_share=config.client_share
+    )
+    policies = {"promoted": served.policy, "candidate": served.canary.policy}
+    test.add_all(read_ratings(directories(loaded), config.metric, **policies, since=trial.since))
+    night.trial = Trial(
+        trial.since, test.promoted.num, test.promoted.mean, test.candidate.num, test.candidate.mean, test.num_capped
+    )
+    hours = (time.time() - trial.since) / 3600
+    if test.verdict == "better":
+        night.outcome, night.reason = "promoted", "its feedback is better"
+    elif test.verdict == "worse":
+        night.outcome, night.reason = "rolled back", "its feedback is worse"
+    elif test.num >= config.max_ratings or hours >= config.max_hours:
+        night.outcome = "undecided"
+        night.reason = f"{test.num} ratings in {hours:.1f} hours did not show that it is better"
+    if night.outcome == "promoted":
+        previous = [*served.previous, served.checkpoint]
+        write_served(nights.run, Served(served.canary.checkpoint, served.canary.policy, previous))
+    elif night.outcome:
+        write_served(nights.run, msgspec.structs.replace(served, canary=None))
+    nights.write(night)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _told(night: Night, config: ImproveConfig) -> str:
+    parts = [f"night {night.number}: {night.num_scenarios} new scenarios, {night.num_held_out} more held out"]
+    parts += [f"{each.scenarios} {_shown(each)}" for each in night.gates]
+    if (trial := night.trial) is not None:
+        parts.append(
+            f"canary: {config.canary.metric} {trial.candidate:.3f} ({trial.num_candidate} ratings) against "
+            f"{trial.promoted:.3f} ({trial.num_promoted})"
+        )
+    ending = f"{night.outcome}: {night.reason}" if night.outcome else "no verdict yet; run again when there is feedback"
+    return f"{'; '.join(parts)}; {ending}"
+
+
+def _shown(result: GateResult) -> str:
+    if result.mean is None:
+        return "no value"
+    interval = "" if result.low is None or result.high is None else f" [{result.low:.3f}, {result.high:.3f}]"
+    return f"{result.mean:+.3f}{interval}{'' if result.is_passed else ', missed'}"
+
+
+def _section(loaded: LoadedConfig) -> ImproveConfig:
+    assert loaded.config.improve is not None, "checked by the command"
+    return loaded.config.improve
+
+
+def _digest(checkpoint: Path) -> str:
+    return digest_of(read_manifest(checkpoint))
+
+
+def _read_scenarios(path: Path) -> list[Json]:
+    return [msgspec.json.decode(line, type=dict) for line in path.read_bytes().splitlines()] if path.is_file() else []

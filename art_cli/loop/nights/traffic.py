@@ -1,0 +1,131 @@
+"""Traffic: what `art gateway` recorded, read as scenarios for training and as ratings for the canary."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from art_cli.config.schema import ImproveConfig
+from art_cli.loop.nights.canary_test import Rating
+from art_cli.rollouts.near_duplicates import is_same, words_of
+from art_cli.rollouts.tables.columns import check_id
+from art_cli.runs.durable import read_lines
+from art_cli.runs.feedback import FEEDBACK_FILE, FeedbackEntry, latest
+from art_cli.runs.trajectory import Json, Trajectory
+from art_cli.runtime import plugins
+from art_cli.runtime.errors import DataError, describe
+
+log = logging.getLogger(__name__)
+
+Convert = Callable[[Json, list[Json]], Json | None]
+PATTERN = "trajectories-*.jsonl"
+READ_MORE = 4  # conversations are read up to this multiple of `max_scenarios`, because many give the same scenario
+USER = "user"  # the feedback tag that names the user of a client
+
+
+class Traffic(NamedTuple):
+    files: list[str]  # trajectory files that no earlier night has read
+    num_conversations: int
+    scenarios: list[Json]  # oldest first, near duplicates joined
+
+
+def read_traffic(
+    config: ImproveConfig, directories: Sequence[Path], base: Path, *, read_before: set[str], held_out: Iterable[Json]
+) -> Traffic:
+    """Returns the scenarios of the conversations in new files. Conversations that failed are left out.
+
+    Scenarios that resemble `held_out`, the held-out scenarios of earlier nights, are left out too. Raises DataError for
+    unreadable files and scenarios, and if the user's function fails.
+    """
+    convert: Convert = _first_call if config.scenario is None else plugins.resolve(config.scenario, base=base)
+    named = config.scenario or "scenario"
+    files = [path for each in directories for path in sorted(each.glob(PATTERN)) if str(path) not in read_before]
+    feedback = {id: entries for each in directories for id, entries in latest(each).items()}
+    conversations = sorted(
+        (each.started_at, path, each.id) for path in files for each in read_lines(path, Trajectory) if _is_usable(each)
+    )
+    wanted = {(path, id) for _, path, id in conversations[-READ_MORE * config.max_scenarios :]}
+    found: list[tuple[float, Json]] = []
+    for path in files:
+        for each in read_lines(path, Trajectory):
+            if (path, each.id) not in wanted:
+                continue
+            entries = [msgspec.to_builtins(entry) for entry in feedback.get(each.id, [])]
+            try:
+                scenario = convert(msgspec.to_builtins(each), entries)
+            except Exception as error:  # the boundary to the user's function
+                raise DataError(f"it raised {describe(error)} for conversation {each.id} of {path}", named) from error
+            if scenario is not None:
+                found.append((each.started_at, _checked(scenario, each, named)))
+    found.sort(key=lambda pair: pair[0])
+    joined = _joined([scenario for _, scenario in found], held_out)[-config.max_scenarios :]
+    return Traffic([str(path) for path in files], len(conversations), joined)
+
+
+def read_ratings(
+    directories: Sequence[Path], metric: str, *, promoted: str, candidate: str, since: float
+) -> Iterator[Rating]:
+    """Yields the first rating of each conversation that one of the policies answered after `since`, by arrival.
+
+    A later change of mind does not count, because the test has already used the rating.
+    """
+    entries = [entry for each in directories for entry in read_lines(each / FEEDBACK_FILE, FeedbackEntry)]
+    rated: set[str] = set()
+    for entry in sorted(entries, key=lambda entry: entry.at):
+        value = entry.value
+        is_meant = entry.metric == metric and isinstance(value, bool | float) and entry.answered_at >= since
+        if not is_meant or entry.policy not in (promoted, candidate) or entry.conversation in rated:
+            continue
+        rated.add(entry.conversation)
+        assert isinstance(value, bool | float), "checked above"
+        share = min(max(float(value), 0.0), 1.0)
+        share = 1.0 - share if entry.optimize == "min" else share
+        yield Rating(entry.policy == candidate, share, entry.client, entry.tags.get(USER, ""))
+
+
+def _is_usable(trajectory: Trajectory) -> bool:
+    return trajectory.error is None and bool(trajectory.messages)
+
+
+def _first_call(conversation: Json, feedback: list[Json]) -> Json | None:
+    """Returns what the client sent first: its messages up to the first reply, and its tools."""
+    messages = conversation["messages"]
+    replies = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    asked = messages[: replies[0]] if replies else messages
+    return {"messages": asked, "tools": conversation.get("tools", [])} if asked else None
+
+
+def _checked(scenario: object, trajectory: Trajectory, named: str) -> Json:
+    """Returns the scenario with an id: its own, or a hash of it."""
+    if not isinstance(scenario, dict):
+        raise DataError(f"a scenario is a JSON object or None, not {type(scenario).__name__}", named)
+    try:
+        content = msgspec.json.encode(scenario, order="deterministic")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"a scenario is plain JSON data: {error}", named) from None
+    if "id" not in scenario:
+        return {"id": hashlib.sha256(content).hexdigest()[:16], **scenario}
+    check_id(scenario["id"], f"{named}, conversation {trajectory.id}")
+    return scenario
+
+
+def _joined(scenarios: Sequence[Json], held_out: Iterable[Json]) -> list[Json]:
+    """Keeps the newest of near duplicates, and drops those of `held_out`."""
+    known = [_words(each) for each in held_out]
+    kept: list[Json] = []
+    ids: set[str] = set()
+    for scenario in reversed(scenarios):
+        words = _words(scenario)
+        if str(scenario["id"]) in ids or any(is_same(words, each) for each in known):
+            continue
+        ids.add(str(scenario["id"]))
+        known.append(words)
+        kept.append(scenario)
+    return kept[::-1]
+
+
+def _words(scenario: Json) -> frozenset[str]:
+    return words_of(msgspec.json.encode({key: value for key, value in scenario.items() if key != "id"}).decode())

@@ -1,0 +1,56 @@
+"""Served: which checkpoints of a run answer live traffic. `art improve` writes it, `art gateway --follow` follows it.
+
+runs/NAME/served.json. Without the file a run has no canary and offers its best checkpoint (run_checkpoints.choose).
+"""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from art_cli.runs.durable import read_object, write_file
+from art_cli.runtime.errors import DataError, one_line
+
+SERVED_FILE = "served.json"
+
+
+class Canary(msgspec.Struct, frozen=True):
+    """A candidate on trial. Example: Canary("nights/night_0003/run/checkpoints/step_0012", "9f3c", 0.2, "4b1d")"""
+
+    checkpoint: str  # relative to the run
+    policy: str  # digest
+    share: float  # of conversations
+    salt: str  # random, so each canary gets other conversations
+
+    def answers(self, conversation: str) -> bool:
+        """Returns True for `share` of the conversations, always the same for the same conversation."""
+        digest = hashlib.sha256(f"{self.salt}/{conversation}".encode()).digest()
+        return int.from_bytes(digest[:8]) < self.share * 2**64
+
+
+class Served(msgspec.Struct, frozen=True):
+    """Example: Served("checkpoints/step_0008", "51ab...", previous=["checkpoints/step_0000"])"""
+
+    checkpoint: str  # the promoted checkpoint, relative to the run
+    policy: str  # its digest
+    previous: list[str] = []  # checkpoints promoted before, oldest first
+    canary: Canary | None = None
+
+
+def read_served(run: Path) -> Served | None:
+    """Returns None if the file is missing. Raises DataError for other content, and for paths out of the run."""
+    path = run / SERVED_FILE
+    if not path.exists():
+        return None
+    try:
+        served = msgspec.convert(read_object(path, within=run), Served)
+    except msgspec.ValidationError as error:
+        raise DataError(f"not written by art improve: {one_line(error)}", path) from None
+    checkpoints = [served.checkpoint, *served.previous, *([served.canary.checkpoint] if served.canary else [])]
+    if outside := [each for each in checkpoints if not (run / each).resolve().is_relative_to(run.resolve())]:
+        raise DataError(f"{outside[0]!r} is not in the run", path)
+    return served
+
+
+def write_served(run: Path, served: Served) -> None:
+    write_file(run / SERVED_FILE, msgspec.json.format(msgspec.json.encode(served), indent=2) + b"\n")

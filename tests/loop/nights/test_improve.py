@@ -1,0 +1,173 @@
+"""`art improve` from end to end: a gateway of its own process, real clients, training, gates, canary and verdict."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from art_cli.runs.durable import read_lines
+from art_cli.runs.feedback import FeedbackEntry
+from art_cli.runs.run_dir import RunDir
+from art_cli.runs.served import read_served
+from art_cli.runs.trajectory import Trajectory
+from tests.support.paths import LETTERS
+
+KEY = "sk-ann-0123456789"
+SETTINGS = """
+gateway: {feedback: {thumbs: {type: boolean}}, group_size: 4}
+improve:
+  canary: {metric: thumbs, share: 0.5}
+  scenario: "traffic.py:scenario"
+  min_scenarios: 4
+  steps: 1
+  gates: {tasks: "reward>=0", traffic: "reward>=0"}
+"""
+TRAFFIC = """
+def scenario(conversation, feedback):
+    asked = [message["content"] for message in conversation["messages"] if message["role"] == "user"]
+    return {"ask": asked[0]} if asked[0] != "leave me out" else None
+"""
+WORDS = ["apple", "pear", "plum", "fig", "date", "lime", "kiwi", "nut", "oat", "rye", "corn", "bean"]
+
+
+class Project:
+    """A directory with a run of one step, and the commands in it."""
+
+    def __init__(self, directory: Path) -> None:
+        shutil.copytree(LETTERS, directory, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+        self.directory, self.root = directory, directory / "runs" / "letters"
+        config = directory / "config.yaml"
+        config.write_text(config.read_text() + SETTINGS)
+        (directory / "traffic.py").write_text(TRAFFIC)
+
+    def art(self, *words: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "art_cli", words[0], "config.yaml", *words[1:]]
+        done = subprocess.run(command, cwd=self.directory, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stderr
+        return done.stdout if code == 0 else done.stderr
+
+    def improve(self, *words: str) -> Any:
+        return json.loads(self.art("improve", "--json", *words))
+
+    @contextmanager
+    def gateway(self) -> Iterator["Clients"]:
+        command = [sys.executable, "-m", "art_cli", "gateway", "config.yaml", "--follow", "--port", "0", "--json"]
+        environment = {**os.environ, "ART_API_KEY": KEY}
+        with subprocess.Popen(
+            command, cwd=self.directory, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            try:
+                assert process.stdout is not None
+                url = json.loads(process.stdout.readline())["url"]
+                with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
+                    yield Clients(http, self.root / "gateway")
+            finally:
+                process.terminate()
+                process.wait(60)
+
+    def policies(self) -> dict[str, list[str]]:
+        """The policies of each recorded conversation."""
+        paths = sorted((self.root / "gateway").glob("trajectories-*.jsonl"))
+        found = [each for path in paths for each in read_lines(path, Trajectory)]
+        return {each.id: sorted({turn.policy for turn in each.turns}) for each in found}
+
+
+class Clients:
+    def __init__(self, http: httpx.Client, directory: Path) -> None:
+        self._http, self._directory = http, directory
+
+    def ask(self, text: str, name: str, num_calls: int = 1) -> list[str]:
+        """Returns the ids of a conversation's replies."""
+        ids = []
+        for number in range(num_calls):
+            asked = {"role": "user", "content": text + " again" * number}
+            body = {"model": "letters", "max_tokens": 4, "messages": [asked]}
+            response = self._http.post("/chat/completions", json=body, headers={"X-Art-Conversation": name})
+            assert response.status_code == 200, response.text
+            assert "x-art-policy" not in response.headers, "clients must not see which policy answered"
+            ids.append(response.json()["id"])
+        return ids
+
+    def rate(self, reply: str, value: bool) -> None:
+        body = {"metric_name": "thumbs", "value": value, "inference_id": reply}
+        assert self._http.post("/feedback", json=body).status_code == 200
+
+    def policy_of(self, replies: Sequence[str]) -> list[str]:
+        """Rates the replies for a look at the policies, which only the files name."""
+        for reply in replies:
+            self._http.post("/feedback", json={"metric_name": "comment", "value": "seen", "inference_id": reply})
+        entries = list(read_lines(self._directory / "feedback.jsonl", FeedbackEntry))
+        by_reply = {entry.reply: entry.policy for entry in entries}
+        return [by_reply[reply.removeprefix("chatcmpl-")] for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(tmp_path_factory.mktemp("improve") / "letters")
+    project.art("train", "train.steps=1")
+    return project
+
+
+@pytest.mark.slow
+def test_two_nights_one_promoted_one_taken_back(project: Project) -> None:
+    """The second night's candidate is rated badly. Clients see no failed request and always one policy."""
+    with project.gateway() as clients:
+        for number, word in enumerate(WORDS):
+            clients.ask(f"say {word} please", f"first {number}", num_calls=2)
+        clients.ask("leave me out", "odd")
+    night = project.improve()["night"]
+    assert (night["number"], night["num_scenarios"], night["num_held_out"], night["outcome"]) == (1, 10, 2, "")
+    assert {gate["scenarios"] for gate in night["gates"]} <= {"tasks", "traffic"}
+    served = read_served(project.root)
+    assert served is not None and served.canary is not None and served.canary.policy != served.policy
+    assert project.improve()["night"]["trial"]["num_promoted"] == 0, "no feedback yet"
+
+    with project.gateway() as clients:
+        replies = [clients.ask("say it", f"second {number}", num_calls=2) for number in range(80)]
+        policies = [clients.policy_of(ids) for ids in replies]
+        assert all(len(set(each)) == 1 for each in policies), "a conversation keeps its policy"
+        num_candidate = sum(each[0] == served.canary.policy for each in policies)
+        assert 20 <= num_candidate <= 60
+        for ids, (policy, _) in zip(replies, policies, strict=True):
+            clients.rate(ids[-1], policy == served.canary.policy)
+        result = project.improve()["night"]
+        assert result["outcome"] == "promoted", result
+        # the gateway follows without a restart, and no conversation sees the old policy any more
+        promoted = read_served(project.root)
+        assert promoted is not None and promoted.policy == served.canary.policy and promoted.canary is None
+        _wait_for(lambda number: clients.policy_of(clients.ask("say it", f"later {number}"))[0] == promoted.policy)
+        for number, word in enumerate(WORDS):
+            clients.ask(f"sing a {word} song", f"third {number}")
+    assert RunDir(project.root).checkpoint_steps() == [0, 1], "nights have runs of their own"
+    night = project.improve()["night"]
+    assert night["number"] == 2 and night["baseline"] == promoted.checkpoint and not night["outcome"], night
+
+    with project.gateway() as clients:
+        served = read_served(project.root)
+        assert served is not None and served.canary is not None
+        for number in range(80):
+            (id,) = clients.ask("say it", f"fourth {number}")
+            clients.rate(id, clients.policy_of([id])[0] != served.canary.policy)
+    assert project.improve()["night"]["outcome"] == "rolled back"
+    assert read_served(project.root) == promoted
+    history = project.improve("--history")["nights"]
+    assert [each["outcome"] for each in history] == ["promoted", "rolled back"]
+    assert project.improve("--rollback")["checkpoint"] == history[0]["baseline"]
+    assert "nothing was promoted" in project.art("improve", "--rollback", code=1)
+
+
+def _wait_for(is_done: Any) -> None:
+    for number in range(60):
+        if is_done(number):
+            return
+        time.sleep(0.5)
+    raise AssertionError("not within half a minute")
