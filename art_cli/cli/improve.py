@@ -45,7 +45,7 @@ def run(
     art improve config.yaml --history
     art improve config.yaml --rollback
 
-    See docs/improve.md.
+    See docs/gateway.md.
     """
     from art_cli.config.compose import load_config
     from art_cli.loop.nights.night import Nights, roll_back

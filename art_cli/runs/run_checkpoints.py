@@ -346,12 +346,16 @@ def prune_trained(run: RunDir, *, keep: int, keeps_best: bool = True) -> None:
 def superseded(run: RunDir, steps: Iterable[int], *, keep: int, keeps_best: bool) -> set[int]:
     """Returns the `steps` that `to_remove` selects based on the run's metrics. Checkpoints may be local or in a store.
 
-    The newest checkpoint before the (possible) onset of reward and anchor parting is kept too.
+    The newest checkpoint before the (possible) onset of reward and anchor parting is kept too, and so are the ones that
+    `art improve` serves or could go back to.
     """
     steps, lines = set(steps), run.metrics()
     updates = read_updates(lines)
     found = [onset for anchor in anchors(updates) for onset in onsets(read_beside(updates, anchor))]
     before = {max((step for step in steps if step < onset), default=0) for onset in found}
+    served = read_served(run.root)
+    kept = set() if served is None else {Path(each).name for each in (served.checkpoint, *served.previous)}
+    before |= {step for step in steps if run.checkpoint_path(step).name in kept}
     return to_remove(steps, _rewards(lines) if keeps_best else {}, keep=keep) - before
 
 

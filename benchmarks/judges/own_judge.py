@@ -1,28 +1,38 @@
-"""`art reward` on attempts of the assistant recipe (SmolLM2-135M), whose own reward is the teacher.
+"""`art reward` on attempts of a recipe, whose own reward is the teacher.
 
-    python -m benchmarks.judges.own_judge                    # 12 minutes on two idle cores
-    python -m benchmarks.judges.own_judge --run runs/assistant --steps 2     # of a run that is there
+    python -m benchmarks.judges.own_judge             # assistant, SmolLM2: 12 minutes on two idle cores
+    python -m benchmarks.judges.own_judge --made 11   # measured on the policy after ten steps
+    python -m benchmarks.judges.own_judge --recipe function-calling --made 11     # also email-search
+    python -m benchmarks.judges.own_judge --run runs/assistant --steps 2    # of a run that is there
+    python -m benchmarks.judges.own_judge --thumbs 200    # learns from 200 single ratings, right or wrong
+    python -m benchmarks.judges.own_judge --train     # then trains with the judge, a cascade, and the teacher
 
-A short run makes attempts: four steps of 24 requests with 8 attempts each. The judge learns from the first steps. It is
-measured on held-out requests of these and on the last step's attempts, by a policy that has learned since. Then the
-judge and the recipe's own reward score the last step as a cascade, and the calls of the second are counted.
+A run makes attempts. The judge learns from the first steps. It is measured on held-out requests of these, and on the
+last step's attempts, by a policy that has learned since. Then the judge and the recipe's own reward score the last step
+as a cascade, and the calls of the second are counted.
 """
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from art_cli.judges.cascade import FIRST
-from art_cli.runs.durable import read_lines
+from art_cli.runs.durable import read_lines, write_lines
+from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 4
+GROUPS = {"assistant": 24}  # groups of a step that makes attempts; other recipes keep their own
+TRAIN_STEPS = 14
 
 
 def art(*words: object) -> str:
@@ -32,36 +42,94 @@ def art(*words: object) -> str:
     return done.stdout
 
 
-def make_run(directory: Path) -> Path:
-    settings = [f"runs={directory}", f"train.steps={NUM_STEPS}", "rollout.groups_per_step=24", "eval=null"]
-    art("train", ROOT / "recipes/assistant/config.yaml", *settings)
-    return directory / "assistant"
+def make_run(recipe: str, directory: Path, num_steps: int) -> Path:
+    settings = [f"runs={directory}", f"train.steps={num_steps}", "eval=null", "train.decay=none"]
+    settings += [f"rollout.groups_per_step={GROUPS[recipe]}"] if recipe in GROUPS else []
+    art("train", ROOT / "recipes" / recipe / "config.yaml", *settings)
+    return directory / recipe
+
+
+def thumbs(files: Iterable[Path], num: int, output: Path) -> Path:
+    """Writes `num` attempts as groups of one, rated 1 if they reached the best reward and else 0."""
+    rows = [each for file in files for each in read_lines(file, ScoredTrajectory) if each.reward is not None]
+    best = max(each.reward or 0.0 for each in rows)
+    chosen = random.Random(0).sample(rows, min(num, len(rows)))
+    write_lines(
+        output,
+        [
+            msgspec.structs.replace(
+                each, group_id=f"thumb-{number}", group_size=1, index=0, reward=float(each.reward == best)
+            )
+            for number, each in enumerate(chosen)
+        ],
+    )
+    return output
 
 
 def cascade_calls(scored: Path, judge: Path) -> str:
     output = judge.with_name("cascade.jsonl")
+    art("judge", scored, "-o", output, *cascade(judge))
+    return f"cascade: the second judge scored {_asked(output)} groups"
+
+
+def cascade(judge: Path) -> list[str]:
     first = f"judge.first={{name: reward_model, model: '{judge}'}}"
-    art("judge", scored, "-o", output, "judge.name=cascade", first, "judge.then={name: rollout}")
-    groups = {each.group_id: each.scores for each in read_lines(output, ScoredTrajectory) if each.reward is not None}
+    return ["judge.name=cascade", first, "judge.then={name: rollout}"]
+
+
+def _asked(*files: Path) -> str:
+    rows = [each for file in files for each in read_lines(file, ScoredTrajectory) if each.reward is not None]
+    groups = {(each.step, each.group_id): each.scores for each in rows}
     asked = sum(len(scores) > 1 and scores[0].judge == FIRST for scores in groups.values())
-    return f"cascade: the second judge scored {asked} of {len(groups)} groups"
+    return f"{asked} of {len(groups)}"
+
+
+def train_with(recipe: str, directory: Path, judge: Path) -> str:
+    """Trains from the start with the teacher, with the judge, and with both as a cascade."""
+    lines = ["| trained with | right, held out, by step | teacher's groups |", "|---|---|---|"]
+    config = ROOT / "recipes" / recipe / "config.yaml"
+    sides = {
+        "the teacher": [],
+        "its own judge": ["judge.name=reward_model", f"judge.model={judge}"],
+        "the cascade": cascade(judge),
+    }
+    for title, words in sides.items():
+        name = title.split()[-1]
+        settings = [f"runs={directory}/trained", f"name={name}", f"train.steps={TRAIN_STEPS}", "eval.every=7"]
+        art("train", config, *settings, *words)
+        run = RunDir(directory / "trained" / name)
+        means = {step: values.get("right", values["reward"]) for step, values in run.evaluations().items()}
+        files = sorted(run.root.glob("step_*/scored.jsonl"))
+        asked = "all" if title == "the teacher" else "0" if title == "its own judge" else _asked(*files)
+        lines.append(f"| {title} | {', '.join(f'{step}: {mean:.3f}' for step, mean in means.items())} | {asked} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="assistant")
     parser.add_argument("--run", type=Path, help="a run of the recipe; otherwise one is made")
+    parser.add_argument("--made", type=int, default=4, help="steps of the run that is made")
     parser.add_argument("--steps", type=int, default=2, help="the judge learns from this many first steps")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--thumbs", type=int, default=0, help="learn from this many single ratings")
+    parser.add_argument("--train", action="store_true", help="train with the judge")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="art-own-judge-") as temporary:
         directory = Path(temporary)
-        run = options.run or make_run(directory)
+        run = options.run or make_run(options.recipe, directory, options.made)
         files = sorted(run.glob("step_*/scored.jsonl"))
-        start, judge = time.monotonic(), directory / "judge"
-        learned = ["reward", *files[: options.steps], "-o", judge, f"reward.epochs={options.epochs}", "--json"]
+        start, judge, data = time.monotonic(), directory / "judge", files[: options.steps]
+        if options.thumbs:
+            data = [thumbs(data, options.thumbs, directory / "thumbs.jsonl")]
+        learned = ["reward", *data, "-o", judge, f"reward.epochs={options.epochs}", "--json"]
         result = json.loads(art(*learned, "--base", "builtin:smollm2-135m", "--present", files[-1]))
         print(table(result, f"{(time.monotonic() - start) / 60:.1f}"))
-        print(cascade_calls(files[-1], judge))
+        if not options.thumbs:
+            print(cascade_calls(files[-1], judge))
+        if options.train:
+            print(train_with(options.recipe, directory, judge))
 
 
 def table(result: dict[str, Any], minutes: str) -> str:

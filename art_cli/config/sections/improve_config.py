@@ -35,7 +35,7 @@ class CanaryConfig(Section):
 
 
 class ImproveConfig(Section):
-    """Learning from the traffic of `art gateway`, night by night (docs/improve.md)."""
+    """Learning from the traffic of `art gateway`, night by night (docs/gateway.md)."""
 
     canary: CanaryConfig
     traffic: list[Path] = []

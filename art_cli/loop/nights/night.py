@@ -192,13 +192,15 @@ def _is_stopped(known: Sequence[Night], config: ImproveConfig) -> str:
 
 def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served: Served) -> Night | str:
     """Returns the new night with its scenarios on disk, or why there is none."""
-    config, before = _section(loaded), [nights.path(night.number) / HELD_OUT for night in known]
+    config = _section(loaded)
+    tested = [each for scenarios in _gated_sets(loaded, nights).values() for each in scenarios]
+    tested += [each for night in known for each in _read_scenarios(nights.path(night.number) / HELD_OUT)]
     traffic = read_traffic(
         config,
         directories(loaded),
         loaded.directory,
         read_before={file for night in known for file in night.files},
-        held_out=[scenario for path in before for scenario in _read_scenarios(path)],
+        tested=tested,
     )
     if len(traffic.scenarios) < config.min_scenarios:
         return (

@@ -33,12 +33,12 @@ class Traffic(NamedTuple):
 
 
 def read_traffic(
-    config: ImproveConfig, directories: Sequence[Path], base: Path, *, read_before: set[str], held_out: Iterable[Json]
+    config: ImproveConfig, directories: Sequence[Path], base: Path, *, read_before: set[str], tested: Iterable[Json]
 ) -> Traffic:
     """Returns the scenarios of the conversations in new files. Conversations that failed are left out.
 
-    Scenarios that resemble `held_out`, the held-out scenarios of earlier nights, are left out too. Raises DataError for
-    unreadable files and scenarios, and if the user's function fails.
+    Scenarios that resemble those on which candidates are `tested` are left out too. Raises DataError for unreadable
+    files and scenarios, and if the user's function fails.
     """
     convert: Convert = _first_call if config.scenario is None else plugins.resolve(config.scenario, base=base)
     named = config.scenario or "scenario"
@@ -61,7 +61,7 @@ def read_traffic(
             if scenario is not None:
                 found.append((each.started_at, _checked(scenario, each, named)))
     found.sort(key=lambda pair: pair[0])
-    joined = _joined([scenario for _, scenario in found], held_out)[-config.max_scenarios :]
+    joined = _joined([scenario for _, scenario in found], tested)[-config.max_scenarios :]
     return Traffic([str(path) for path in files], len(conversations), joined)
 
 
@@ -112,9 +112,9 @@ def _checked(scenario: object, trajectory: Trajectory, named: str) -> Json:
     return scenario
 
 
-def _joined(scenarios: Sequence[Json], held_out: Iterable[Json]) -> list[Json]:
-    """Keeps the newest of near duplicates, and drops those of `held_out`."""
-    known = [_words(each) for each in held_out]
+def _joined(scenarios: Sequence[Json], tested: Iterable[Json]) -> list[Json]:
+    """Keeps the newest of near duplicates, and drops those of `tested`."""
+    known = [_words(each) for each in tested]
     kept: list[Json] = []
     ids: set[str] = set()
     for scenario in reversed(scenarios):

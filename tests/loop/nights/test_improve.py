@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -42,9 +43,11 @@ WORDS = ["apple", "pear", "plum", "fig", "date", "lime", "kiwi", "nut", "oat", "
 class Project:
     """A directory with a run of one step, and the commands in it."""
 
-    def __init__(self, directory: Path) -> None:
-        shutil.copytree(LETTERS, directory, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    def __init__(self, directory: Path, *, is_new: bool = True) -> None:
         self.directory, self.root = directory, directory / "runs" / "letters"
+        if not is_new:
+            return
+        shutil.copytree(LETTERS, directory, ignore=shutil.ignore_patterns("runs", "__pycache__"))
         config = directory / "config.yaml"
         config.write_text(config.read_text() + SETTINGS)
         (directory / "traffic.py").write_text(TRAFFIC)
@@ -163,6 +166,86 @@ def test_two_nights_one_promoted_one_taken_back(project: Project) -> None:
     assert [each["outcome"] for each in history] == ["promoted", "rolled back"]
     assert project.improve("--rollback")["checkpoint"] == history[0]["baseline"]
     assert "nothing was promoted" in project.art("improve", "--rollback", code=1)
+
+
+@pytest.fixture
+def filled(project: Project, tmp_path: Path) -> Project:
+    """A copy of the project with new traffic, and no night yet."""
+    shutil.copytree(project.directory, tmp_path / "letters", ignore=shutil.ignore_patterns("nights", "served.json"))
+    copy = Project(tmp_path / "letters", is_new=False)
+    shutil.rmtree(copy.root / "gateway", ignore_errors=True)
+    with copy.gateway() as clients:
+        for number, word in enumerate(WORDS):
+            clients.ask(f"say {word} please", f"first {number}")
+    return copy
+
+
+@pytest.mark.slow
+def test_a_night_that_is_killed_at_any_instant_resumes(filled: Project) -> None:
+    draw = random.Random(0)
+    command = [sys.executable, "-m", "art_cli", "improve", "config.yaml"]
+    for _ in range(6):
+        process = subprocess.Popen(command, cwd=filled.directory, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        time.sleep(draw.uniform(2, 7))
+        process.kill()
+        process.wait()
+        served = read_served(filled.root)
+        assert served is None or served.canary is None or filled.improve("--history")["nights"][0]["gates"]
+    night = filled.improve()["night"]
+    served = read_served(filled.root)
+    assert served is not None and served.canary is not None and served.canary.checkpoint == night["candidate"]
+    assert (night["number"], night["outcome"], night["num_scenarios"]) == (1, "", 10)
+    run = RunDir(filled.root / "nights" / "night_0001" / "run")
+    assert run.checkpoint_steps()[-1] == RunDir(filled.root).checkpoint_steps()[0] + 1
+    paths = sorted((filled.root / "nights" / "night_0001" / "gates").glob("*.jsonl"))
+    for path in paths:  # each scenario once by each policy
+        ids = [each.scenario_id for each in read_lines(path, Trajectory)]
+        assert len(ids) == len(set(ids)) > 0
+
+
+@pytest.mark.slow
+def test_a_candidate_that_misses_a_gate_is_never_served(filled: Project) -> None:
+    gate = "improve.gates={traffic: 'reward>=baseline+1.5'}"
+    night = filled.improve(gate)["night"]
+    served = read_served(filled.root)
+    assert night["outcome"] == "gates missed" and "traffic: reward>=baseline+1.5, found" in night["reason"]
+    assert served is not None and served.canary is None and served.checkpoint == night["baseline"]
+    assert "12" in filled.improve(gate)["text"] or "0 new scenarios" in filled.improve(gate)["text"]
+
+
+@pytest.mark.slow
+def test_a_night_whose_rollout_breaks_is_given_up_after_three_tries(filled: Project) -> None:
+    (filled.directory / "broken.py").write_text("async def rollout(policy, scenario):\n    raise OSError('no shop')\n")
+    for _ in range(2):
+        assert "no shop" in filled.art("improve", "rollout.entry=broken.py:rollout", code=1)
+    night = filled.improve("rollout.entry=broken.py:rollout")["night"]
+    assert (night["outcome"], night["num_failures"]) == ("failed", 3) and "no shop" in night["reason"]
+
+
+@pytest.mark.slow
+def test_a_candidate_that_cannot_be_loaded_answers_nobody(filled: Project) -> None:
+    filled.improve()
+    served = read_served(filled.root)
+    assert served is not None and served.canary is not None
+    adapter = filled.root / served.canary.checkpoint / "adapter_model.safetensors"
+    adapter.chmod(0o600)
+    adapter.write_bytes(adapter.read_bytes()[:-1] + b"?")
+    with filled.gateway() as clients:
+        replies = [clients.ask("say it", f"damaged {number}")[0] for number in range(20)]
+        assert set(clients.policy_of(replies)) == {served.policy}
+
+
+@pytest.mark.slow
+def test_files_that_somebody_changed_are_one_line(filled: Project) -> None:
+    path = filled.root / "served.json"
+    path.write_text('{"checkpoint": "../../../etc", "policy": ""}')
+    assert "not in the run" in filled.art("improve", code=2)
+    path.write_text("[]")
+    assert str(path.name) in filled.art("improve", code=2)
+    path.unlink()
+    assert "improve.canary.metric" in filled.art("improve", "improve.canary.metric=stars", code=2)
+    assert "no improve section" in filled.art("improve", "improve=null", code=2)
+    assert filled.art("improve", "--history") == "no night yet\n"
 
 
 def _wait_for(is_done: Any) -> None:

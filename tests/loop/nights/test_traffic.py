@@ -1,0 +1,86 @@
+"""What `art improve` reads from a gateway's files: scenarios and ratings, also from files that somebody changed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_cli.config.sections.improve_config import CanaryConfig, ImproveConfig
+from art_cli.loop.nights.canary_test import Rating
+from art_cli.loop.nights.traffic import Traffic, read_ratings, read_traffic
+from art_cli.runs.durable import write_lines
+from art_cli.runs.feedback import FeedbackEntry
+from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import DataError, UsageError
+
+Json = dict[str, Any]
+LONG = "please tell me when my order with the long number arrives at the house of my aunt in the north"
+
+
+def conversation(number: int, text: str, **more: Any) -> Trajectory:
+    said = [{"role": "user", "content": text}, {"role": "assistant", "content": "Monday"}]
+    id = f"{number:032x}"
+    fields: Json = {"id": id, "group_id": id, "group_size": 1, "index": 0, "messages": said, "started_at": number}
+    return Trajectory(**fields | more)
+
+
+def read(directory: Path, scenario: str | None = None, tested: list[Json] | None = None, **knobs: Any) -> Traffic:
+    config = ImproveConfig(canary=CanaryConfig(metric="solved"), scenario=scenario, **knobs)
+    return read_traffic(config, [directory], directory, read_before=set(), tested=tested or [])
+
+
+def test_near_duplicates_and_failures_are_left_out_and_the_newest_kept(tmp_path: Path) -> None:
+    first = [conversation(1, f"{LONG} 1"), conversation(2, "hello"), conversation(3, "x", error="timeout: late")]
+    write_lines(tmp_path / "trajectories-20260101-000000.jsonl", first)
+    write_lines(tmp_path / "trajectories-20260102-000000.jsonl", [conversation(4, f"{LONG} 2"), conversation(5, "bye")])
+    found = read(tmp_path)
+    assert [each["messages"][0]["content"] for each in found.scenarios] == ["hello", f"{LONG} 2", "bye"]
+    assert (found.num_conversations, len(found.files)) == (4, 2)
+    assert len({each["id"] for each in found.scenarios}) == 3
+    assert len(read(tmp_path, max_scenarios=1).scenarios) == 1
+    like = [{"id": "h", "messages": [{"role": "user", "content": f"{LONG} 7"}], "tools": []}]
+    assert [each["messages"][0]["content"] for each in read(tmp_path, tested=like).scenarios] == ["hello", "bye"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1]", "JSON object or None"),
+        ("return {'id': {}}", "id"),
+        ("return {'a': object()}", "plain JSON"),
+        ("raise KeyError('x')", "KeyError"),
+    ],
+)
+def test_a_wrong_function_is_one_line(tmp_path: Path, body: str, message: str) -> None:
+    write_lines(tmp_path / "trajectories-20260101-000000.jsonl", [conversation(1, "hello")])
+    (tmp_path / f"t{abs(hash(body))}.py").write_text(f"def f(conversation, feedback):\n    {body}\n")
+    with pytest.raises(DataError, match=message) as error:
+        read(tmp_path, f"t{abs(hash(body))}.py:f")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError):
+        read(tmp_path, "nothing.py:f")
+
+
+def test_the_first_rating_of_a_conversation_during_the_canary_counts(tmp_path: Path) -> None:
+    def entry(number: int, conversation: str, policy: str, value: Any, **more: Any) -> FeedbackEntry:
+        fields: Json = {"id": str(number), "at": 100.0 + number, "client": "key 1", "answered_at": 50.0}
+        fields |= {"metric": "solved", "conversation": conversation, "policy": policy, "value": value}
+        return FeedbackEntry(**fields | more)
+
+    entries = [
+        entry(0, "old", "new", True, answered_at=49.0),  # answered before the canary
+        entry(1, "a", "new", True, tags={"user": "u1"}),
+        entry(2, "a", "new", False),  # a change of mind
+        entry(3, "b", "base", 7.0),  # beyond 1
+        entry(4, "c", "base", None),  # withdrawn before it counted
+        entry(5, "d", "new", "text", metric="comment"),
+        entry(6, "e", "other", True),  # a policy of another night
+        entry(7, "f", "new", 0.25, optimize="min"),
+    ]
+    write_lines(tmp_path / "feedback.jsonl", entries)
+    found = list(read_ratings([tmp_path], "solved", promoted="base", candidate="new", since=50.0))
+    assert found == [
+        Rating(True, 1.0, "key 1", "u1"),
+        Rating(False, 1.0, "key 1"),
+        Rating(True, 0.75, "key 1"),
+    ]
