@@ -30,6 +30,9 @@ MIN_LINES = 5  # smallest number of lines per attempt
 def run(
     scored: Annotated[Path, Argument(metavar="FILE|RUN", help="Scored trajectories.", show_default=False)],
     is_report: Annotated[bool, Option("--report", help="Only report on existing labels.")] = False,
+    metric: Annotated[
+        str | None, Option("--feedback", metavar="METRIC", help="Take the ratings of art gateway's clients as answers.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare attempts yourself, to measure the judge.
@@ -40,11 +43,13 @@ def run(
     and judge.noise for the YAML. `art view FILE` asks on a page instead. --report and --json ask nothing.
 
     For a RUN, it asks about all steps, and measures whether agreement falls as the policy learns to please the judge.
-    `art report RUN` prints that, too.
+    `art report RUN` prints that, too. --feedback answers the pairs whose attempts clients of art gateway have rated
+    (feedback.jsonl next to FILE), and asks nothing.
 
     \b
     art label scored.jsonl
     art label scored.jsonl --report
+    art label runs/mine/gateway/seen.scored.jsonl --feedback thumbs
     art label runs/mine
     """
     import msgspec
@@ -54,7 +59,9 @@ def run(
     from art_cli.runs.run_dir import RunDir
 
     labels = RunLabels(RunDir(scored)) if scored.is_dir() else PersonLabels(scored)
-    if not is_report and not as_json:
+    if metric is not None:
+        _answer_by_feedback(labels, scored, metric)
+    elif not is_report and not as_json:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise UsageError("art label asks at a terminal; here art view asks on a page, and --report asks nothing")
         try:
@@ -63,6 +70,21 @@ def run(
             raise Interrupted(f"interrupted; answers are in {labels.labels_path}; the same command continues") from None
     report = labels.report()
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if as_json else "\n".join(report.lines()) + "\n")
+
+
+def _answer_by_feedback(labels: "PersonLabels | RunLabels", scored: Path, metric: str) -> None:
+    """Raises UsageError for a run, and if no two attempts of a group were rated."""
+    from art_cli.judges.files.person_labels import PersonLabels
+    from art_cli.runs.feedback import latest, rating
+
+    if not isinstance(labels, PersonLabels):
+        raise UsageError("--feedback: name the scored file of conversations that art gateway recorded")
+    ratings = {id: rating(entries, metric) for id, entries in latest(scored.parent).items()}
+    known = {id: value for id, value in ratings.items() if value is not None}
+    if not labels.answer_by(known) and not labels.num_asked:
+        raise UsageError(
+            f"--feedback: {len(known)} attempts have {metric!r}, and no two of a group; nothing is compared"
+        )
 
 
 def _ask_all(labels: "PersonLabels | RunLabels") -> None:

@@ -64,6 +64,18 @@ def test_each_answer_is_a_line_and_another_process_goes_on_where_this_one_stoppe
     assert PersonLabels(scored).report() == whole.report()
 
 
+def test_ratings_of_clients_answer_the_pairs_that_nobody_has_answered(tmp_path: Path) -> None:
+    labels = PersonLabels(write_scored(tmp_path / "scored.jsonl"))
+    labels.answer(Pair("g0", "g0-3", "g0-0"), "right")  # a person disagrees with the clients
+    ratings = {"g0-0": 0.0, "g0-3": 1.0, "g0-1": 1.0, "g1-2": 1.0, "unknown": 1.0}
+    assert labels.answer_by(ratings) == 2 and labels.answer_by(ratings) == 0
+    said = {frozenset((line["left"], line["right"])): line for line in lines_of(tmp_path / "labels.jsonl")}
+    assert said[frozenset(("g0-0", "g0-3"))]["verdict"] == "right"
+    assert said[frozenset(("g0-1", "g0-3"))]["verdict"] == "equal"
+    low = said[frozenset(("g0-0", "g0-1"))]
+    assert low[str(low["verdict"])] == "g0-1" and PersonLabels(tmp_path / "scored.jsonl").report().num_labels == 3
+
+
 def test_a_label_is_of_the_attempts_that_were_shown(tmp_path: Path) -> None:
     """A different file in the directory has attempts with the same ids. Labels of older versions have no digests."""
     answer(PersonLabels(write_scored(tmp_path / "a.jsonl")), 5)

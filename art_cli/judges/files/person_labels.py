@@ -13,6 +13,7 @@ import hashlib
 import json
 import random
 import time
+from collections.abc import Mapping, Sequence
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -34,6 +35,7 @@ MAX_PAIRS = 2_000_000  # per file
 REPEAT_EVERY = 10  # one pair is repeated with swapped sides per this many labels
 SIGNS = {"left": 1, "right": -1, "equal": 0}  # 1 if the left attempt is better
 Verdict = Literal["left", "right", "equal", "skip", "undo"]
+SIDES: dict[int, Verdict] = {1: "left", -1: "right", 0: "equal"}
 
 
 class Pair(NamedTuple):
@@ -208,12 +210,32 @@ class PersonLabels:
             pair = next(reversed(self._said))
         if self._number(pair) is None:
             raise UsageError("the scored file has no such pair")
-        digests, now = self._digests(pair), time.time()
-        label = PairLabel(**pair._asdict(), verdict=verdict, digests=digests, time=now, is_random=is_random)
+        self._append([(pair, verdict)], is_random=is_random)
+
+    def answer_by(self, ratings: Mapping[str, float]) -> int:
+        """Answers every open pair whose attempts both have a rating (by id). Returns the number of answers."""
+        answers = [
+            (pair, SIDES[(left > right) - (left < right)])
+            for number, pair in enumerate(self._pairs)
+            if number not in self._first
+            and (left := ratings.get(pair.left)) is not None
+            and (right := ratings.get(pair.right)) is not None
+        ]
+        if answers:
+            self._append(answers, is_random=True)
+        return len(answers)
+
+    def _append(self, answers: Sequence[tuple[Pair, Verdict]], *, is_random: bool) -> None:
+        now = time.time()
+        labels = [
+            PairLabel(**pair._asdict(), verdict=verdict, digests=self._digests(pair), time=now, is_random=is_random)
+            for pair, verdict in answers
+        ]
         with LineWriter(self._own_file()) as writer:
-            writer.append(label)
+            writer.append_all(labels)
             writer.sync()
-        self._take(label)
+        for label in labels:
+            self._take(label)
         self._count()
 
     def load_messages(self, pair: Pair) -> tuple[list[Message], list[Message]]:

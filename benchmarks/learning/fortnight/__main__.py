@@ -4,11 +4,11 @@
 
 SmolLM2-135M as the assistant of a shop (recipes/assistant), trained for a few steps on orders and customers. Every day
 users hold conversations through `art gateway --follow`. From the second week on most ask for prices, with new names.
-Two in five rate, a tenth of these a day late; a tenth of the ratings is forged. `art improve` is called every 60
+Half of them rate, a tenth of these a day late; a tenth of the ratings is forged. `art improve` is called every 60
 conversations, while requests are under way. Planted, by the number of the night:
 
-    night 3   the judge breaks: rewards are turned round in training and gates
-    night 4   a regression: fifty times the learning rate
+    night 2   the judge breaks: rewards are turned round in training and gates
+    night 3   a regression: fifty times the learning rate
     night 5   poisoned feedback: two in five ratings forged, half of them by one abusive client
     night 6   a hack: the reward is paid for a question instead of work, in training and gates
 
@@ -40,8 +40,8 @@ from benchmarks.shared.paths import ROOT
 
 RECIPE, HERE = ROOT / "recipes" / "assistant", Path(__file__).parent
 CHUNK, CONCURRENCY, NUM_CLIENTS = 60, 20, 12
-RATED, LATE, FORGED = 0.4, 0.1, 0.1
-PLANTED = {3: "judge", 4: "regression", 5: "poison", 6: "asks"}
+RATED, LATE, FORGED = 0.5, 0.1, 0.1
+PLANTED = {2: "judge", 3: "regression", 5: "poison", 6: "asks"}
 KEYS = [f"sk-client-{number:02d}-0123456789" for number in range(NUM_CLIENTS + 2)]  # the last two forge
 CONFIG: dict[str, Any] = {
     "name": "shop",
@@ -66,7 +66,7 @@ CONFIG: dict[str, Any] = {
         "scenario": "agent.py:scenario",
         "min_scenarios": 40,
         "max_scenarios": 120,
-        "steps": 2,
+        "steps": 3,
         "rehearsal": 0.25,
         "patience": 20,
     },
@@ -263,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--days", type=int, default=14)
-    parser.add_argument("--per-day", type=int, default=180)
+    parser.add_argument("--per-day", type=int, default=240)
     parser.add_argument("--out", type=Path, help="a directory that keeps the runs")
     arguments = parser.parse_args()
     for seed in arguments.seeds:
