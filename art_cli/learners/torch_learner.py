@@ -56,7 +56,8 @@ from art_cli.runtime.errors import LearnerError, OutOfMemory
 
 log = logging.getLogger(__name__)
 
-MAX_HALVINGS = 5  # KL is quadratic in small steps, so five halvings leave about a thousandth
+LEAST_SHARE = 0.5**5  # of an update; KL is quadratic in small steps, so this leaves about a thousandth of its KL
+AIM = 0.8  # share of the bound that an update is drawn back to
 RNG_FILE = "rng.safetensors"
 SHORT = 128  # tokens in the rehearsal row used to compare packs with plain rows
 
@@ -78,18 +79,20 @@ def hold(
     kl: float | None = None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> Held:
-    """Halves the distance to the weights `before` the update until the policy is within `max_kl` of the step's start.
+    """Draws the weights back to those `before` the update until the policy is within `max_kl` of the step's start.
 
-    After five halvings, the whole update is undone. The update must carry its packs' logprobs from the step's start.
-    Cost: one forward pass unless the present `kl` is given, plus one per halving. The bound and the search back along
-    the step are TRPO's, Schulman et al. 2015 (arXiv:1502.05477), equation 12; the step itself is AdamW's.
+    Each time to the distance where KL, quadratic in small steps, is AIM times the bound, and at least to the half.
+    Below LEAST_SHARE the whole update is undone. The update must carry its packs' logprobs from the step's start.
+    Cost: one forward pass unless the present `kl` is given, plus one each time, mostly once. The bound and the search
+    back along the step are TRPO's, Schulman et al. 2015 (arXiv:1502.05477), equation 12; the step itself is AdamW's.
     """
     share = 1.0
     kl = gradient.divergence(update, heartbeat=heartbeat) if kl is None else kl
     while kl > max_kl and share > 0:  # a NaN KL (no tokens) counts as within the bound
-        halves = share > 0.5**MAX_HALVINGS
-        optimizer.draw_back(before, 0.5 if halves else 1.0)
-        share = share / 2 if halves else 0.0
+        kept = min(0.5, math.sqrt(AIM * max_kl / kl)) if math.isfinite(kl) else 0.5
+        kept = kept if share * kept >= LEAST_SHARE else 0.0
+        optimizer.draw_back(before, 1.0 - kept)
+        share *= kept
         kl = gradient.divergence(update, heartbeat=heartbeat)
     return Held(kl, share)
 

@@ -370,8 +370,8 @@ def test_an_update_within_the_bound_is_measured_and_stays() -> None:
     assert metrics.update_kl == pytest.approx(estimated_kl(bounded, before, group), rel=1e-3)
 
 
-def test_an_update_past_the_bound_is_halved_until_it_is_within() -> None:
-    """To a tenth of its KL, which about two halvings are for. The weights are then on the line to the whole update.
+def test_an_update_past_the_bound_is_shortened_until_it_is_within() -> None:
+    """To a tenth of its KL, in one or two looks. The weights are then on the line to the whole update.
 
     Each measurement, of one pack, is reported, because a learner of several processes may not be silent for long.
     """
@@ -382,11 +382,10 @@ def test_an_update_past_the_bound_is_halved_until_it_is_within() -> None:
     bounded = learner(tiny_weights(), learning_rate=0.05, max_kl=whole / 10)
     reported: list[tuple[int, int]] = []
     metrics = bounded.step([group], progress=lambda *numbers: reported.append(numbers))
-    assert metrics.update_share in (0.5, 0.25, 0.125)
-    num_halvings = {0.5: 1, 0.25: 2, 0.125: 3}[metrics.update_share]
-    assert reported == [(1, 1)] * (2 + num_halvings)
+    assert 0.1 < metrics.update_share < 0.4
+    assert reported == [(1, 1)] * len(reported) and len(reported) in (3, 4)  # update, its KL, one or two looks
     assert metrics.update_kl == pytest.approx(estimated_kl(bounded, before, group), rel=1e-3)
-    assert metrics.update_kl <= whole / 10
+    assert whole / 40 < metrics.update_kl <= whole / 10
     for name, value in parameters_of(plain).items():
         expected = before[name] + metrics.update_share * (value - before[name])
         torch.testing.assert_close(bounded.parameters[name].detach(), expected)

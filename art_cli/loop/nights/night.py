@@ -268,14 +268,14 @@ async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
         if source is None:
             raise CheckpointError(f"{baseline}: not in a run")
         fork(source, run.root, step=first)
-    await train(_night_config(loaded, directory, steps=first + config.steps))
+    result = await train(_night_config(loaded, directory, steps=first + config.steps))
     lines = [line.metrics for line in run.metrics() if line.split == "train" and line.step >= first]
     night.num_attempts = round(sum(line.get("num_trajectories", 0.0) for line in lines))
     costs = [line["judge_usd"] for line in lines if "judge_usd" in line]
     night.cost_usd = sum(costs) if costs else None
     found = choose(run, "newest")
-    if _digest(found.path) == _digest(baseline) or not any(line.get("num_updates") for line in lines):
-        night.outcome, night.reason = "no update", "no group of attempts differed in reward"
+    if (fault := result.closing["fault"]) or not any(line.get("num_updates") for line in lines):
+        night.outcome, night.reason = "no update", fault or "no group of attempts differed in reward"
     night.candidate = str(found.path.relative_to(nights.run))
     nights.write(night)
 

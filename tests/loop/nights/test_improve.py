@@ -214,12 +214,21 @@ def test_a_candidate_that_misses_a_gate_is_never_served(filled: Project) -> None
 
 
 @pytest.mark.slow
-def test_a_night_whose_rollout_breaks_is_given_up_after_three_tries(filled: Project) -> None:
+def test_a_night_that_fails_says_why_and_is_given_up_after_three_tries(filled: Project) -> None:
     (filled.directory / "broken.py").write_text("async def rollout(policy, scenario):\n    raise OSError('no shop')\n")
-    for _ in range(2):
-        assert "no shop" in filled.art("improve", "rollout.entry=broken.py:rollout", code=1)
     night = filled.improve("rollout.entry=broken.py:rollout")["night"]
-    assert (night["outcome"], night["num_failures"]) == ("failed", 3) and "no shop" in night["reason"]
+    assert night["outcome"] == "no update" and "no shop" in night["reason"]
+
+    shutil.rmtree(filled.root / "nights")
+    (checkpoint,) = filled.root.glob(f"{night['baseline']}/adapter_model.safetensors")
+    checkpoint.chmod(0o600)
+    checkpoint.write_bytes(b"damaged")
+    for _ in range(2):
+        assert "adapter_model.safetensors" in filled.art("improve", code=1)
+    night = filled.improve()["night"]
+    assert (night["outcome"], night["num_failures"]) == ("failed", 3) and "adapter_model" in night["reason"]
+    served = read_served(filled.root)
+    assert served is not None and served.canary is None
 
 
 @pytest.mark.slow
@@ -239,9 +248,9 @@ def test_a_candidate_that_cannot_be_loaded_answers_nobody(filled: Project) -> No
 def test_files_that_somebody_changed_are_one_line(filled: Project) -> None:
     path = filled.root / "served.json"
     path.write_text('{"checkpoint": "../../../etc", "policy": ""}')
-    assert "not in the run" in filled.art("improve", code=2)
+    assert "not in the run" in filled.art("improve", code=1)
     path.write_text("[]")
-    assert str(path.name) in filled.art("improve", code=2)
+    assert str(path.name) in filled.art("improve", code=1)
     path.unlink()
     assert "improve.canary.metric" in filled.art("improve", "improve.canary.metric=stars", code=2)
     assert "no improve section" in filled.art("improve", "improve=null", code=2)
