@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.5**5  # of an update; KL is quadratic in small steps, so this leaves about a thousandth of its KL
 AIM = 0.8  # share of the bound that an update is drawn back to
+SAFETY = 2.0  # an update whose forecast KL is below the bound by this factor is not measured
 RNG_FILE = "rng.safetensors"
 SHORT = 128  # tokens in the rehearsal row used to compare packs with plain rows
 
@@ -102,7 +103,8 @@ class TrustRegion:
     """A step's bound. The next update's own forward pass measures the policy for free, so a measurement may wait.
 
     A measurement cannot wait after the last update; within the first epoch, where the next update is of attempts that
-    an ended step leaves out; and with whole weights, whose copy would stay in memory during the next pass.
+    an ended step leaves out; and with whole weights, whose copy would stay in memory during the next pass. After the
+    last update it is left out if the KL so far says that the policy is far within the bound.
     """
 
     max_kl: float
@@ -111,11 +113,16 @@ class TrustRegion:
     can_wait: bool
     begin: list[Tensor] = field(default_factory=list)  # logprobs of the first update's packs at the step's start
     before: dict[str, Tensor] = field(default_factory=dict)  # weights before the newest update
+    kl: float = math.nan  # the newest measurement
     is_left: bool = False  # whether the policy was past the bound, and the newest update was moved back
 
     def waits(self, number: int) -> bool:
         """Returns whether the pass after update `number` measures the policy."""
         return self.can_wait and self.num_parts <= number + 1 < self.num_updates
+
+    def forecast(self, number: int) -> float:
+        """Returns the KL after update `number`, quadratic in the number of updates; NaN before any measurement."""
+        return self.kl * ((number + 1) / max(number, 1)) ** 2
 
 
 class TorchLearner(Learner):
@@ -362,10 +369,11 @@ class TorchLearner(Learner):
             region.begin = logprobs
         if at.number % region.num_parts == 0:
             update = update._replace(before=region.begin)
-        is_measured = region.waits(at.number - 1)
-        if is_measured and (kl := self.gradient.divergence(update, now=logprobs)) > region.max_kl:
-            self._clear()
-            region.is_left = not self._hold(region, update, at, kl)
+        if region.waits(at.number - 1):
+            region.kl = self.gradient.divergence(update, now=logprobs)
+            if region.kl > region.max_kl:
+                self._clear()
+                region.is_left = not self._hold(region, update, at, region.kl)
         return update
 
     def apply(self, sent: Update, at: Pass) -> bool:
@@ -379,6 +387,9 @@ class TorchLearner(Learner):
         region.before = self.optimizer.remember()
         self._apply(sent, at.statistics)
         if region.waits(at.number) or not self._moves_policy(sent):
+            return True
+        if at.number + 1 == region.num_updates and region.forecast(at.number) * SAFETY <= region.max_kl:
+            at.statistics.update_kl, at.statistics.update_share = region.forecast(at.number), 1.0
             return True
         return self._hold(region, sent, at)
 

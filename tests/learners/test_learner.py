@@ -409,7 +409,7 @@ def test_past_the_bound_the_steps_other_updates_are_left_out(tmp_path: Path) -> 
 @pytest.mark.parametrize("has_adapter", [True, False])
 def test_epochs_end_where_the_policy_leaves_the_bound(has_adapter: bool) -> None:
     """Four epochs go past a third of their KL. With an adapter the next epoch's pass is the measurement, and without a
-    breach only the last update costs a pass of its own."""
+    breach only the last update costs a pass of its own, or none if the bound is far away."""
 
     rank, knobs = 4 if has_adapter else None, {"learning_rate": 0.02 if has_adapter else 0.002, "epochs_per_step": 4}
     plain = learner(tiny_weights(lora_rank=rank), **knobs)
@@ -423,6 +423,11 @@ def test_epochs_end_where_the_policy_leaves_the_bound(has_adapter: bool) -> None
     assert (metrics.num_updates, metrics.update_share) == (4, 1)
     assert len(reported) == (4 + 1 if has_adapter else 4 + 4)
     assert metrics.update_kl == pytest.approx(estimated_kl(wide, before, group), rel=1e-3)
+    far, reported = learner(tiny_weights(lora_rank=rank), max_kl=40 * whole, **knobs), []
+    metrics = far.step([group], progress=lambda *numbers: reported.append(numbers))
+    assert_unchanged(far, parameters_of(plain))
+    assert len(reported) == (4 if has_adapter else 4 + 4)
+    assert whole / 2 < metrics.update_kl < 2 * whole
     metrics = narrow.step([group])
     assert metrics.num_updates < 4 and metrics.update_share < 1
     assert 0 < metrics.update_kl <= whole / 3
