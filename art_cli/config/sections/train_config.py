@@ -293,9 +293,9 @@ class TrainConfig(Section):
     max_kl: PositiveFloat | Literal["auto"] | None = "auto"
     """The policy's largest movement in a step whose groups all have signal: KL(before || after) in nats per token,
     estimated by k3 on trained tokens. With signal in a quarter of the groups, the bound is a quarter (unless
-    `loss.mean_over` is `trained`). A larger update is shortened until it fits, and is the step's last. Near the bound it
-    costs a forward pass. auto: 0.05 for a learner that holds the weights, null for a server's. null: neither measured
-    nor bounded."""
+    `loss.mean_over` is `trained`). A larger update is shortened until it fits, and is the step's last. Near the bound
+    this costs a forward pass. auto: 0.05 for a learner that holds the weights, null for a server's. null: neither
+    measured nor bounded."""
     max_staleness: Count = 0
     """The largest age in steps of the policy that sampled a token. 0: on-policy; engine and learner take turns. 1 or
     more: later batches are sampled while the learner works; needs `loss.off_policy`."""
