@@ -161,7 +161,7 @@ class Service:
 
 
 async def _no_feedback(http: HttpRequest) -> Response:
-    message = "art serve records no calls that could be rated; art gateway CONFIG --checkpoint RUN does"
+    message = "art serve records no calls that could be rated; art gateway CONFIG --follow does"
     raise ChatError(404, message, code="not_recorded")
 
 

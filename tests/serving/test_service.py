@@ -271,7 +271,7 @@ async def test_embeddings_and_feedback_are_refused_in_words() -> None:
     async with serving(loader=ScriptedLoader()) as (_, root), client(root) as ai:
         with pytest.raises(openai.NotFoundError, match="the models here write text and give no embeddings"):
             await ai.embeddings.create(model="policy", input="x")
-        with pytest.raises(openai.NotFoundError, match="art gateway CONFIG --checkpoint RUN"):
+        with pytest.raises(openai.NotFoundError, match="art gateway CONFIG --follow"):
             await ai.post("/feedback", cast_to=object, body={"metric_name": "thumbs", "value": True})
 
 
