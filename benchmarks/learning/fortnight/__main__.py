@@ -62,7 +62,7 @@ CONFIG: dict[str, Any] = {
         "rotate_s": 4,
     },
     "improve": {
-        "canary": {"metric": "solved", "share": 0.5, "client_share": 0.1, "max_ratings": 600},
+        "canary": {"metric": "solved", "share": 0.5, "client_share": 0.1, "max_ratings": 120},
         "scenario": "agent.py:scenario",
         "min_scenarios": 40,
         "max_scenarios": 120,
@@ -263,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--days", type=int, default=14)
-    parser.add_argument("--per-day", type=int, default=240)
+    parser.add_argument("--per-day", type=int, default=120)
     parser.add_argument("--out", type=Path, help="a directory that keeps the runs")
     arguments = parser.parse_args()
     for seed in arguments.seeds:
