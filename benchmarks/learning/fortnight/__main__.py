@@ -66,7 +66,7 @@ CONFIG: dict[str, Any] = {
         "scenario": "agent.py:scenario",
         "min_scenarios": 40,
         "max_scenarios": 120,
-        "steps": 3,
+        "steps": 2,
         "rehearsal": 0.25,
         "patience": 20,
     },
