@@ -115,6 +115,8 @@ class Fake:
     async def complete(self, body: Json) -> Response:
         if body["model"] != self.model and body["model"] not in self.adapters:
             return self.error(404, f"The model `{body['model']}` does not exist.")
+        if not 0 <= body.get("temperature", 1.0) <= 2:
+            return self.error(400, f"temperature must be in [0, 2], got {body['temperature']}.")
         said = body["messages"][-1]["content"] if "messages" in body else ""
         if said == "long":
             return self.error(400, "This model's maximum context length is 64 tokens. However, ...")
