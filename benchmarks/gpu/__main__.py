@@ -255,7 +255,8 @@ def main() -> None:
     card = "CPU" if small else card_name()
     bench = Bench(results, work=work.absolute(), card=card, minutes=given.minutes, is_small=small)
     wanted = plan(is_small=small, rows=given.only or (), shapes=given.shape or ())
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT otherwise
+        signal.signal(number, _interrupt)
     try:
         first = [key for key in wanted if key.row == "base"] if small else []
         for key in first:  # before the others, two of which run side by side

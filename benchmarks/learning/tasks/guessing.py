@@ -12,7 +12,8 @@ from typing import Any
 
 from textarena.envs.GuessTheNumber.env import GuessTheNumberEnv
 
-from art_cli import Outcome, Policy, small_models
+from art_cli import Outcome, Policy
+from art_cli.models import builtin_models
 
 NUMBERS, NUM_GUESSES = (1, 10), 4
 NUM_DEMOS = 3200
@@ -45,7 +46,7 @@ class Game:
 def base(directory: Path) -> None:
     """Writes a random model of a million parameters in which each word of the game is one token."""
     said = [message["content"] for demo in demos() for message in demo["messages"]]
-    small_models.build(directory, small_models.make_tokenizer(said))
+    builtin_models.build(directory, builtin_models.make_tokenizer(said))
 
 
 async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:

@@ -14,7 +14,8 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import get_score_answer_fn
 
-from art_cli import Outcome, Policy, small_models
+from art_cli import Outcome, Policy
+from art_cli.models import builtin_models
 
 SETTINGS = {"min_numbers": 3, "max_numbers": 3, "max_decimals": 0, "min_value": 0, "max_value": 9}
 NUM_TRAIN, NUM_EVAL, NUM_DEMOS = 4000, 400, 3200
@@ -25,7 +26,7 @@ EVAL_SEED, TRAIN_SEED, DEMO_SEED = 0, 10**6, 2 * 10**6  # an entry is drawn from
 def base(directory: Path) -> None:
     """Writes a random model of a million parameters in which each word of the questions is one token."""
     asked = [scenario["asked"] for name in ("sorting", "filtering") for scenario in demo_scenarios(name)]
-    small_models.build(directory, small_models.make_tokenizer(asked))
+    builtin_models.build(directory, builtin_models.make_tokenizer(asked))
 
 
 async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
