@@ -31,14 +31,6 @@ def _commands() -> list[tuple[str, list[str]]]:
     return [(name, shlex.split(line, comments=True)) for name, line in lines if line.startswith("art ")]
 
 
-@pytest.mark.parametrize("name", [page.stem for page in PAGES])
-def test_a_page_begins_with_a_task_and_three_commands(name: str) -> None:
-    page = ROOT / "docs" / f"{name}.md"
-    title, task, commands = page.read_text().split("\n\n")[:3]
-    assert title.startswith("# ") and task.endswith((".", ":")) and len(task) < 120
-    assert commands.startswith("```sh\n") and commands.count("\n") == 4
-
-
 @pytest.mark.parametrize(("page", "words"), _commands(), ids=lambda value: " ".join(value) if value else "")
 def test_a_command_of_a_page_parses(page: str, words: list[str]) -> None:
     command: Any = get_command(cli.app).commands[words[1]]  # type: ignore[attr-defined]

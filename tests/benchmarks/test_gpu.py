@@ -5,49 +5,57 @@ the end of the time, Ctrl-C and the next start are tried with rows that take no 
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import loop, memory, shapes, trl_loop
-from benchmarks.gpu.cards import known_peak
 from benchmarks.gpu.order import Order
 from benchmarks.gpu.results import Measured, Results
-from benchmarks.gpu.rows import PLAN, ROWS, Key, plan
-from benchmarks.gpu.shapes import SHAPES, make_qwen3, make_tokenizer, num_multiplied
-from benchmarks.gpu.task import prompts, reward
+from benchmarks.gpu.rows import ROWS, Key, plan
+from benchmarks.gpu.shapes import SHAPES
 from tests.support.others.real_vllm import IS_THERE
 from tests.support.paths import ROOT
+from tests.support.processes.waiting import wait_until
 
 PROMPTS, ATTEMPTS, PROMPT, NEW = 2, 4, 48, 8
 SAMPLED = PROMPTS * ATTEMPTS * NEW
 GAP = 0.05  # nats of the tiny model; bfloat16 has 8 bits of mantissa, and engine and learner round differently
 Small = dict[Key, dict[str, Any]]
 # Rows that differ from another one by a setting: on a CPU the other one runs in their place.
-SAME = {"loop-vllm": "loop-updates", "loop-trl-64": "loop-trl"}
+SAME = {
+    "loop-vllm": "loop-updates",
+    "loop-embedded": "loop-updates",
+    "loop-trl-64": "loop-trl",
+    "train-dense": "train-torch",
+}
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    """The last line of each row."""
+    """The last line of each row. Ctrl-C ends the first start, of three rows, and the second one goes on from there."""
     work = tmp_path_factory.mktemp("gpu")
     told = [sys.executable, "-m", "benchmarks.gpu", "--small", "--work", str(work), "--minutes", "13"]
-    told += ["--shape", *(name for name in SHAPES if name != "small"), "--only", *(ROWS.keys() - SAME.keys())]
-    done = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (work / "gpu.jsonl").read_text().splitlines()]
+    told += ["--shape", *(name for name in SHAPES if name != "small"), "--only"]
+    path = work / "gpu.jsonl"
+    first = [*told, "matmul", "sample-embedded", "train-torch"]  # two at a time, after the base; the first leaves two
+    with subprocess.Popen(first, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as begun:
+        wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") > 1, 300, while_running=begun)
+        begun.send_signal(signal.SIGINT)
+        printed = begun.communicate(timeout=120)[0]
+    assert begun.returncode == 130 and ": interrupted" in (work / "GPU.md").read_text(), printed
+    kept = json.loads(path.read_text().splitlines()[1])["row"]
+    done = subprocess.run([*told, *(ROWS.keys() - SAME.keys())], cwd=ROOT, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0 and f"{kept}-small: kept" in done.stdout, done.stdout + done.stderr
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     page = (work / "GPU.md").read_text()
-    assert all(ROWS[line["row"]].what in page for line in lines)
+    assert all(ROWS[line["row"]].what in page for line in lines) and ": interrupted" not in page
     return {Key(line["row"], line["shape"], line["dtype"]): line for line in lines}
 
 
@@ -93,7 +101,7 @@ def test_an_engine_samples_what_it_was_asked_for_with_the_learners_logprobs(smal
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_training_step_counts_its_tokens_and_flex_attention_says_why_it_is_off(small: Small) -> None:
-    for row in ("train-torch", "train-dense", "train-unsloth"):
+    for row in ("train-torch", "train-unsloth"):
         if small[Key(row, "small")]["reason"]:
             continue
         found = tiny(small, row)
@@ -101,7 +109,7 @@ def test_a_training_step_counts_its_tokens_and_flex_attention_says_why_it_is_off
         assert found["tokens_computed"] == PROMPTS * (PROMPT + ATTEMPTS * NEW) or not found["packed"]
         assert found["tokens_per_s"] == pytest.approx(found["tokens_flat"] / found["step_s"])
         assert found["mfu"] == pytest.approx(found["tflops"] / found["peak_tflops"])
-        assert found["grad_norm"] == pytest.approx(tiny(small, "train-dense")["grad_norm"], rel=0.05)
+        assert found["grad_norm"] > 0
     assert "backward on CPU" in tiny(small, "train-torch")["flex_reason"]
 
 
@@ -131,71 +139,13 @@ def measured(**changes: Any) -> Measured:
     return Measured(**told | changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A10", 125.0),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("Tesla T4", None),
-        ("CPU", None),
-    ],
-)
-def test_a_card_is_known_by_whole_words_of_its_name(name: str, peak: float | None) -> None:
-    assert known_peak(name) == peak
-
-
-@pytest.mark.parametrize(
-    ("shape", "billions", "embedded"), [("0.6b", 0.596, 0), ("1.7b", 1.72, 0), ("4b", 4.02, 0), ("8b", 8.19, 0.622)]
-)
-def test_shapes_have_the_published_number_of_parameters(shape: str, billions: float, embedded: float) -> None:
-    """As their model cards count them. Embeddings that are not the head multiply nothing."""
-    config = make_qwen3(SHAPES[shape])
-    assert num_multiplied(config) / 1e9 == pytest.approx(billions - embedded, rel=0.005)
-
-
 def test_every_row_names_its_function() -> None:
     for row in ROWS.values():
         module, _, function = row.entry.partition(":")
         assert callable(getattr(import_module(f"benchmarks.gpu.{module}"), function))
 
 
-def test_every_id_of_the_vocabulary_is_a_token() -> None:
-    tokenizer = make_tokenizer(3000)
-    assert len(tokenizer) == 3000
-    assert len(set(tokenizer.convert_ids_to_tokens(list(range(3000))))) == 3000
-
-
-def test_replies_of_a_group_have_different_rewards() -> None:
-    """Whatever the model writes: common words, or text without any digit."""
-    rewards = [reward(text) for text in prompts(64, 100)]
-    assert len(set(rewards)) > 60 and all(0 < value < 1 for value in rewards)
-    assert reward("12 + 3") == 0
-
-
 # --- the order --------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_worth_most_comes_first() -> None:
-    """The loop with the smallest model, then a real model's weights, then the sizes, TRL, and the parts alone."""
-    order = [(key.row, key.shape) for key in PLAN if key.row != "base"]
-    assert order[0] == ("loop-vllm", "0.6b") and order[1] == ("loop-vllm", "smollm2")
-    first = [
-        order.index(each)
-        for each in (
-            ("server-vllm", "smollm2"), ("loop-vllm", "1.7b"), ("loop-vllm", "4b"), ("loop-vllm", "8b"),
-            ("loop-trl", "0.6b"), ("server-vllm", "0.6b"), ("loop-updates", "4b"), ("loop-24gb", "4b"),
-            ("train-torch", "0.6b"),
-        )
-    ]  # fmt: skip
-    assert first == sorted(first)
-    assert {key.row for key in PLAN} == ROWS.keys() and len(set(PLAN)) == len(PLAN)
-    assert {key.dtype for key in PLAN if key.row == "server-vllm" and key.shape == "smollm2"} == {"bfloat16", "float32"}
 
 
 def test_a_models_base_comes_before_its_rows_also_where_only_some_are_wanted() -> None:
@@ -256,25 +206,6 @@ def test_a_row_that_fails_leaves_its_reason_and_the_next_runs(
     ]
 
 
-@pytest.mark.slow
-def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(tmp_path: Path) -> None:
-    rows = ["matmul", "loop-embedded", "train-dense"]  # two run at a time, after the base; the first to end leaves two
-    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--work", str(tmp_path), "--only", *rows]
-    lines = tmp_path / "gpu.jsonl"
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
-        end = time.monotonic() + 400
-        while not (lines.exists() and lines.read_bytes().count(b"\n") > 1):
-            assert time.monotonic() < end and first.poll() is None
-            time.sleep(0.1)
-        first.send_signal(signal.SIGINT)
-        printed = first.communicate(timeout=120)[0]
-    assert first.returncode == 130 and ": interrupted" in (tmp_path / "GPU.md").read_text(), printed
-    kept = json.loads(lines.read_text().splitlines()[1])["row"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0 and f"{kept}-small: kept" in done.stdout
-    assert "Not measured" not in (tmp_path / "GPU.md").read_text()
-
-
 def test_rows_that_came_to_their_end_are_kept_and_others_are_run_again(tmp_path: Path) -> None:
     results = Results(tmp_path)
     results.add(measured())
@@ -316,119 +247,4 @@ def test_the_table_has_ours_beside_trls_fastest_or_the_reason(tmp_path: Path) ->
     assert "torch 2.13.0; TRL's rows: vllm 0.31.0; 2026-11-23." in page
 
 
-def test_the_table_says_which_weights_are_random(tmp_path: Path) -> None:
-    results = Results(tmp_path)
-    results.add(measured())
-    results.add(measured(shape="1.7b", figures={"step_s": 2.0, "weights": "Qwen/Qwen3-1.7B"}))
-    page = results.page.read_text()
-    assert "Published weights: Qwen3-1.7B." in page
-    assert "Random weights in the published shape, as no hub was reached: Qwen3-0.6B." in page
-
-
 # --- what surrounds a row ---------------------------------------------------------------------------------------------
-
-
-def test_a_failed_run_gives_the_cause_below_the_first_line() -> None:
-    log = (
-        "starting\nerror: vllm: the server ended while it started (exit status 1); the last lines of vllm.log:\n"
-        "error: (EngineCore) ERROR ValueError: Free memory on device is less than desired\n"
-        "error: (APIServer) RuntimeError: Engine core initialization failed\n"
-    )
-    assert loop._error(log) == (
-        "vllm: the server ended while it started (exit status 1); the last lines of vllm.log: / (EngineCore) ERROR "
-        "ValueError: Free memory on device is less than desired"
-    )
-    assert loop._error("Killed\n") == "Killed" and loop._error("") == "it wrote nothing"
-    assert loop._started("INFO first reply after 95.20 s: python 1.0") == {"first_reply_s": 95.2}
-
-
-def test_trl_beside_a_vllm_that_it_does_not_support_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake vLLM of another version, whose number TRL reads from its metadata."""
-    pytest.importorskip("trl")
-    imported = import_module("trl.import_utils")
-    monkeypatch.setattr(trl_loop.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(imported, "_is_package_available", lambda *_, **__: (True, "0.99.0"))
-    reason = trl_loop.missing(has_gpu=True)
-    assert reason is not None and reason.endswith("You have version 0.99.0")
-    monkeypatch.setattr(imported, "_is_package_available", lambda *_, **__: (True, "0.31.0"))
-    assert trl_loop.missing(has_gpu=True) is None
-    monkeypatch.undo()
-    assert trl_loop.missing(has_gpu=False) is None
-
-
-def test_without_a_hub_the_weights_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that refuses, and one that answers and has no such repository."""
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert not shapes._has_hub()
-    assert not shapes._link_published(SHAPES["0.6b"], tmp_path)
-    assert not any(tmp_path.iterdir())
-
-
-def test_without_a_driver_memory_is_a_processs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "card_gb", lambda: None)
-    assert 0.01 < memory.used_gb() < 100
-    assert memory.wait_for_card(0.0, timeout_s=0.0)
-
-
-NVML = """
-struct memory { unsigned long long total, free, used; };
-int nvmlInit_v2(void) { return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(1ul << 40 | index); return 0; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
-    *handle = (void *)(1ul << 40 | 7);
-    return uuid[0] != 'G';
-}
-int nvmlDeviceGetMemoryInfo(void *handle, struct memory *found) {
-    unsigned long index = (unsigned long)handle ^ 1ul << 40;
-    found->total = 80000000000, found->used = (index + 1) * 1000000000, found->free = found->total - found->used;
-    return index > 99;
-}
-"""
-
-
-@pytest.mark.skipif(which("cc") is None, reason="no C compiler here")
-def test_the_drivers_count_of_the_first_visible_card_is_read(tmp_path: Path) -> None:
-    """From a library with NVML's names and layout: GPU n has n + 1 GB in use; its handles need all 64 bits."""
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libnvidia-ml.so.1")],
-        input=NVML, text=True, check=True,
-    )  # fmt: skip
-    code = "from benchmarks.gpu.memory import card_gb; print(card_gb())"
-    for visible, used in (
-        (None, "1.0"),
-        ("3", "4.0"),
-        ("2,0", "3.0"),
-        ("GPU-1f", "8.0"),
-        ("", "None"),
-        ("MIG-1", "None"),
-    ):
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-        environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.stdout.strip() == used, (visible, done)
-
-
-def test_what_holds_the_rest_of_a_card_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A program that holds nothing stands for it. One that fails raises, because the row would measure a large card."""
-    path = tmp_path / "pid"
-    hold = (
-        f"import os, sys; open({str(path)!r}, 'w').write(str(os.getpid())); print('held', flush=True); sys.stdin.read()"
-    )
-    monkeypatch.setattr(memory, "HOLD", hold)
-    with memory.only_free(23.5):
-        os.kill(int(path.read_text()), 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(path.read_text()), 0)
-    monkeypatch.setattr(memory, "HOLD", "raise MemoryError")
-    with pytest.raises(RuntimeError, match="could not be held"), memory.only_free(23.5):
-        pass
-
-
-def test_a_row_waits_until_the_one_before_has_left_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = iter([70.0, 30.0, 0.4])
-    monkeypatch.setattr(memory, "card_gb", lambda: next(used))
-    monkeypatch.setattr(memory, "EVERY_S", 0.0)
-    assert memory.wait_for_card(1.0, timeout_s=5.0)
-    monkeypatch.setattr(memory, "card_gb", lambda: 70.0)
-    assert not memory.wait_for_card(1.0, timeout_s=0.0)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from benchmarks.learning.curves import (
     learning_settings,
     presets,
 )
-from benchmarks.learning.table import Goal, best_search, falls, isotonic, mean, reach, success_at, table
+from benchmarks.learning.table import isotonic
 from benchmarks.learning.trl_side import Player
 from tests.support.paths import TICTACTOE
 
@@ -50,55 +49,6 @@ def test_the_isotonic_curve_is_the_known_formula(points: list[tuple[float, int]]
     num = len(points)
     expected = [max(min(middle(a, b) for b in range(i, num)) for a in range(i + 1)) for i in range(num)]
     assert isotonic(curve) == pytest.approx(expected)
-
-
-def test_a_goal_is_reached_where_the_curve_stays_above_it() -> None:
-    """0.7 at 100 falls to 0.5: pooled 0.6. So 0.65 is reached at 300 only, and 0.95 never."""
-    curve = [(0, 0.2, 400), (100, 0.7, 400), (200, 0.5, 400), (300, 0.9, 400)]
-    assert reach(curve, 0.6) == (100, True)
-    assert reach(curve, 0.65) == (300, True)
-    assert reach(curve, 0.95) == (300, False)
-    assert success_at(curve, 250) == pytest.approx(0.7)
-    assert success_at(curve, 301) is None
-
-
-def test_a_run_falls_if_it_ends_below_its_best_by_more_than_chance() -> None:
-    """0.80 against 0.70 of 400: difference 0.10, half interval 1.96 sqrt(.16 / 400 + .21 / 400) = 0.0596"""
-    assert falls([(0, 0.8, 400), (1, 0.7, 400)])
-    assert not falls([(0, 0.8, 400), (1, 0.75, 400)])
-    assert not falls([(0, 0.2, 400), (1, 0.9, 400)])
-
-
-def test_the_interval_over_three_seeds_is_students() -> None:
-    """0.6, 0.7, 0.8: deviation 0.1, t with two degrees 4.303, half 4.303 * 0.1 / sqrt(3)."""
-    assert mean([0.6, 0.7, 0.8]) == pytest.approx((0.7, 4.303 * 0.1 / math.sqrt(3)))
-    assert mean([0.5]) == (0.5, None)
-
-
-def row(contestant: str, seed: int, curve: list[tuple[int, float, int]], *made: str) -> dict[str, Any]:
-    about = {"task": "a", "entropy": 0.5, "cpu_s": 9.0, "version": "v", "settings": list(made)}
-    return {**about, "contestant": contestant, "seed": seed, "curve": curve}
-
-
-def test_the_table_takes_the_newest_row_and_marks_what_was_not_reached() -> None:
-    rows = [
-        row("slow", 0, [(0, 0.1, 400), (100, 0.9, 400)]),  # replaced by the last one
-        row("fast", 0, [(0, 0.1, 400), (100, 0.9, 400)]),
-        row("slow", 1, [(0, 0.1, 400), (100, 0.3, 400)]),
-        row("slow", 0, [(0, 0.1, 400), (50, 0.8, 400), (100, 0.8, 400)]),
-    ]
-    lines = table(rows, {"a": Goal(0.75, 100), "empty": Goal(0.5, 1)}).splitlines()
-    assert lines[4].startswith("| fast | 0 | 100 | 0.900 | 0.900 | 0.900 | no |")
-    assert lines[5].startswith("| slow | 0 1 | >75 (50 >100) |")
-    assert len(lines) == 6
-
-
-def test_a_search_is_won_by_the_fewest_rollouts_and_then_by_the_higher_curve() -> None:
-    late = row("trl:a", 0, [(0, 0.1, 400), (50, 0.7, 400), (100, 0.9, 400)])
-    early = row("trl:b", 0, [(0, 0.1, 400), (50, 0.8, 400), (100, 0.8, 400)])
-    never = row("trl:c", 0, [(0, 0.7, 400), (50, 0.7, 400), (100, 0.7, 400)])
-    assert best_search([late, early, never], Goal(0.75, 100)) is early
-    assert best_search([late, early, never], Goal(0.95, 100)) is never
 
 
 def test_another_loss_leaves_nothing_of_the_recipes_loss(tmp_path: Path) -> None:

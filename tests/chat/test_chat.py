@@ -77,36 +77,26 @@ def test_what_the_client_gives_wins_over_the_defaults_and_is_remembered() -> Non
     ("fields", "param"),
     [
         ({"temperature": -0.1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
         ({"temperature": 1e-30}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.01}, "top_p"),
         ({"n": 0}, "n"),
-        ({"n": 1.5}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"seed": 2**63}, "seed"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"frequency_penalty": 2.1}, "frequency_penalty"),
         ({"presence_penalty": -2.1}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-        ({"logit_bias": {"0" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {str(id): 1 for id in range(1025)}}, "logit_bias"),
-        ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"stream": True, "stream_options": {"include_usage": True, "bogus": 1}}, "stream_options.bogus"),
         ({"temprature": 1}, "temprature"),
-        ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
@@ -117,7 +107,6 @@ def test_what_the_client_gives_wins_over_the_defaults_and_is_remembered() -> Non
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"response_format": {"type": "poem"}}, "response_format"),
-        ({"model": None}, "model"),
     ],
 )
 def test_a_parameter_out_of_range_is_a_400_that_names_it(fields: dict[str, Any], param: str) -> None:
@@ -427,20 +416,6 @@ async def test_unknown_routes_get_an_openai_error(method: str, path: str, status
         reply = await client.request(method, url.removesuffix("/v1") + path, headers=headers)
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == "invalid_request_error"
-
-
-async def test_health_needs_no_key_and_everything_else_does() -> None:
-    async with serving(ScriptedBackend()) as url, httpx.AsyncClient() as client:
-        assert (await client.get(url.removesuffix("/v1") + "/health")).json() == {"status": "ok"}
-        for headers in (
-            {},
-            {"Authorization": KEY},
-            {"Authorization": f"Basic {KEY}"},
-            {"Authorization": b"Bearer \xff"},
-        ):
-            assert (await client.get(f"{url}/models", headers=headers)).status_code == 401
-            assert (await client.post(f"{url}/completions", headers=headers, content=b"{")).status_code == 401
-        assert (await client.get(f"{url}/models", headers={"Authorization": f"bearer {KEY}"})).status_code == 200
 
 
 async def test_a_body_over_the_limit_is_a_413_and_the_connection_lives_on() -> None:

@@ -563,7 +563,7 @@ async def test_a_server_under_attack_answers_and_ends_when_it_is_told(tmp_path: 
     save_weights(tiny_weights(lora_rank=None), model)
     async with art_serve(model) as (_, calm), art_serve(model, "--drain", "2") as (process, root):
         asked = [asyncio.create_task(ask_attacks(root, number)) for number in range(6)]
-        attacked_s, calm_s = await healths(root, calm, num=40)
+        attacked_s, calm_s = await healths(root, calm, num=20)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 60) == 0
         statuses = [status for task in asyncio.as_completed(asked) for status in await task]
@@ -587,7 +587,7 @@ async def healths(*roots: str, num: int) -> list[float]:
 
 async def ask_attacks(root: str, number: int) -> list[int]:
     """Returns the statuses of sequential requests until the server exits."""
-    bodies = [*long_bodies(8).values(), ("chat", chat(chat_template_kwargs={"chat_template": SPIN}))]
+    bodies = [*long_bodies(2).values(), ("chat", chat(chat_template_kwargs={"chat_template": SPIN}))]
     statuses = []
     async with httpx.AsyncClient(timeout=60) as client:
         with contextlib.suppress(httpx.HTTPError):

@@ -5,7 +5,6 @@ Mistakes inside the configuration itself are in test_config.py and test_cli.py.
 
 import json
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,16 +48,12 @@ def train(art: Callable[..., tuple[int, str]], project: Path, *overrides: str) -
     ("text", "expected"),
     [
         ("import nothing_of_that_name\n", "rollout.py:1: ModuleNotFoundError: No module named 'nothing_of_that_name'"),
-        ("def rollout(policy, scenario:\n", "rollout.py:1: SyntaxError"),
-        (GOOD_ROLLOUT.replace("def rollout", "def rolout"), "has no 'rollout'; did you mean 'rolout'?"),
         (
             GOOD_ROLLOUT.replace("return Outcome", "return 'good' or Outcome"),
             "reward is str 'good'; a rollout returns a number",
         ),
-        (GOOD_ROLLOUT.replace("letters / max", "0 * float('inf') + letters / max"), "nan"),
-        (GOOD_ROLLOUT.replace("return Outcome", "raise KeyError('moves')\n    return Outcome"), "KeyError: 'moves'"),
     ],
-    ids=["import", "syntax", "name", "string", "nan", "raises"],
+    ids=["import", "string"],
 )
 def test_a_rollout_that_cannot_work_stops_the_run(
     art: Callable[..., tuple[int, str]], project: Path, text: str, expected: str
@@ -67,31 +62,6 @@ def test_a_rollout_that_cannot_work_stops_the_run(
     code, line = train(art, project, "rollout.groups_per_step=5")
     assert code in (1, 2)
     assert expected in line
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        (['{"id": "a"}', '{"id": '], r"scenarios.jsonl:2: "),
-        (['{"id": "a"}', '{"id": "b"}', '{"id": "a"}'], r"scenarios.jsonl:3: "),
-        ([], "no scenarios"),
-        (["[1]"], "scenarios.jsonl:1: "),
-    ],
-    ids=["broken line", "duplicate id", "empty", "not an object"],
-)
-def test_bad_scenarios_are_named_by_line(
-    art: Callable[..., tuple[int, str]], project: Path, lines: list[str], expected: str
-) -> None:
-    (project / "scenarios.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    code, line = train(art, project)
-    assert code in (1, 2)
-    assert expected in line
-
-
-def test_a_missing_scenarios_file_is_named(art: Callable[..., tuple[int, str]], project: Path) -> None:
-    code, line = train(art, project, "rollout.scenarios=scenaros.jsonl")
-    assert code in (1, 2)
-    assert "scenaros.jsonl: no such file" in line
 
 
 def test_a_base_model_that_is_not_there_is_named(art: Callable[..., tuple[int, str]], project: Path) -> None:
@@ -144,14 +114,6 @@ def test_trajectories_of_a_newer_schema_are_refused(art: Callable[..., tuple[int
     assert code == 1
     assert "scored.jsonl:1: written by a newer art (schema 99" in line
     assert not (project / "out").exists()
-
-
-def test_a_port_in_use_says_what_to_do(art: Callable[..., tuple[int, str]], project: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, line = train(art, project, f"gateway.port={port}")
-    assert code == 1
-    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in line
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.runs.intervals import share_interval
 from art_cli.runs.trajectory import Trajectory, Turn
 from tests.support.models.tiny import tiny_tokenizer, tiny_weights
-from tests.support.paths import LETTERS, TICTACTOE
+from tests.support.paths import LETTERS
 
 Art = Callable[..., tuple[int, str, str]]
 CONFIG = LETTERS / "config.yaml"
@@ -121,13 +121,6 @@ def test_equal_attempts_are_blamed_on_their_cause(logprob: float, knobs: dict[st
     note = _sampling_note(played(2, list(range(10)), logprob, **knobs))
     assert [each for each in causes if each in note] == ([cause] if cause else []), note
     assert _sampling_note(played(1, [1], 0.0)) == ""
-
-
-@pytest.mark.slow
-def test_the_shipped_demo_is_not_blamed_for_a_seed(art: Art) -> None:
-    code, out, _ = art("check", TICTACTOE / "config.yaml", "--json")
-    findings = {finding["name"]: finding for finding in json.loads(out)}
-    assert code == 0 and "seed" not in findings["rollout"]["cure"], findings["rollout"]
 
 
 @pytest.mark.parametrize(("device", "most_tokens", "most_gb", "lengths", "forecast"), [

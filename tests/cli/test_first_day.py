@@ -53,15 +53,6 @@ def project(tmp_path: Path) -> Path:
 # --- art generate: failures are told ----------------------------------------------------------------------------------
 
 
-def test_generate_fails_where_every_attempt_failed_and_says_why(art: Art, project: Path) -> None:
-    (project / "rollout.py").write_text(FAILING.format(spared=9))
-    code, out, err = art("generate", project / "config.yaml", *SMALL, "-o", project / "out.jsonl")
-    assert code == 1
-    assert f"{project / 'out.jsonl'}: 4 trajectories; 4 of 4 failed, 3 of them with " in out
-    assert "no tool 1" in out
-    assert err.splitlines()[-1].startswith(f"error: {project / 'out.jsonl'}: every attempt failed: 4 of 4 failed, 3 of")
-
-
 @pytest.mark.slow
 def test_generate_counts_the_failures_among_what_it_played(art: Art, project: Path) -> None:
     """One reward in a group has nothing to differ from, so that there is no signal either."""
@@ -515,10 +506,3 @@ def test_a_name_that_no_attempt_reports_is_told_early(art: Art, tmp_path: Path) 
 )
 def test_a_gate_on_a_difference_is_read_whatever_signs_the_names_have(text: str, gate: Gate) -> None:
     assert parse_gate(text, ["runs/a", "runs/a-2"]) == gate
-
-
-def test_eval_fails_where_no_attempt_of_a_policy_finished(art: Art, project: Path) -> None:
-    (project / "rollout.py").write_text(FAILING.format(spared=9))
-    code, out, err = art("eval", project / "config.yaml")
-    assert (code, "failed" in out) == (1, True)
-    assert "every attempt failed: 5 of 5 failed, 4 of them with " in err.splitlines()[-1]

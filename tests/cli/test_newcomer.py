@@ -1,8 +1,6 @@
 """What a newcomer stumbled over: small things, a test for each. What is larger has tests in its own room."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,7 @@ import pytest
 
 from art_cli.cli import NAMES, Finding, print_findings
 from art_cli.cli.preflight.rollout_checks import _is_odd
-from art_cli.rollouts.rollout_runner import Progress
-from art_cli.runs.history import Failures, find_fault
-from art_cli.runs.run_dir import RunDir
-from tests.support.paths import LETTERS, ROOT
+from tests.support.paths import LETTERS
 from tests.support.servers.served import make_run
 
 Art = Callable[..., tuple[int, str, str]]
@@ -27,13 +22,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(LETTERS / name, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_where_attempts_failed_the_advice_begins_with_the_failures() -> None:
-    fault = find_fault(Failures(3, 4, "KeyError: 'x'", 3), is_called=True, num_without_signal=1)
-    assert fault is not None and fault.cure.startswith("first mend what failed (art check ")
-    fault = find_fault(Failures(0, 4, "", 0), is_called=True, num_without_signal=1)
-    assert fault is not None and fault.cure.startswith("a higher rollout.sampling.temperature")
 
 
 @pytest.mark.slow
@@ -70,22 +58,6 @@ def test_a_tool_that_openai_would_refuse_is_known(function: dict[str, Any], is_o
     assert _is_odd({"type": "function", "function": function}) == is_odd
 
 
-def test_the_mean_of_unfinished_rollouts_says_that_it_is_so_far() -> None:
-    """Attempts that give up early end first, and their mean says little of the others."""
-    progress = Progress("step 1", total=64, done=2, reward_sum=0.0, num_rewards=2)
-    assert progress.facts().startswith("reward 0.000 so far")
-    progress.done = 64
-    assert progress.facts().startswith("reward 0.000  ")
-
-
-@pytest.mark.slow
-def test_training_says_that_it_imports_torch_before_it_does(project: Path) -> None:
-    words = [sys.executable, "-m", "art_cli", "train", "config.yaml", "train.steps=1", "eval=null"]
-    lines = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stderr.splitlines()
-    [at] = [number for number, line in enumerate(lines) if "importing torch and transformers" in line]
-    assert at < next(number for number, line in enumerate(lines) if "learning rate" in line)
-
-
 def test_garbage_in_a_runs_metrics_is_named_with_its_line_and_the_cure(art: Art, tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", (1,), rewards={1: 0.5})
     with run.metrics_path.open("a") as file:
@@ -93,30 +65,6 @@ def test_garbage_in_a_runs_metrics_is_named_with_its_line_and_the_cure(art: Art,
     for command in ("report", "checkpoints"):
         code, _, err = art(command, run.root)
         assert code == 1 and ":2: JSON is malformed" in err and err.endswith("; mend the line, or remove it\n")
-
-
-def test_a_damaged_checkpoint_is_passed_over_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = make_run(tmp_path / "mine", (1, 2))
-    (run.checkpoint_path(2) / "adapter_model.safetensors").write_bytes(b"")
-    for _ in range(3):
-        found = RunDir(run.root).newest_checkpoint()
-        assert found is not None and found[1].step == 1
-    assert caplog.text.count("passed over a checkpoint") == 1
-
-
-@pytest.mark.parametrize("command", ["report", "view"])
-def test_a_path_with_nothing_there_is_the_same_mistake_for_every_command(
-    art: Art, tmp_path: Path, command: str
-) -> None:
-    code, _, err = art(command, tmp_path / "nothing")
-    assert (code, err) == (2, f"error: {tmp_path}/nothing: no such file or directory\n")
-
-
-def test_a_value_with_an_umlaut_is_shown_as_it_was_written(art: Art, project: Path) -> None:
-    text = (project / "config.yaml").read_text()
-    (project / "config.yaml").write_text(text.replace("name: letters", "name: größe/x"))
-    code, _, err = art("check", "config.yaml")
-    assert code == 2 and 'name: "größe/x"' in err
 
 
 def test_no_summary_of_the_help_is_cut_at_80_columns(art: Art, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +85,3 @@ def test_a_finding_with_a_cure_is_a_doubt_and_not_ok(capsys: pytest.CaptureFixtu
     ])  # fmt: skip
     words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "->" not in line]
     assert words == ["!", "ok", "FAIL", "missing"]
-
-
-def test_a_picture_of_a_report_cuts_no_label_on_a_narrow_page() -> None:
-    """Labels of a wide picture are larger there, and reach beyond its left edge into the page's padding."""
-    css = (ROOT / "art_cli/reports/pages/page.css").read_text()
-    assert "overflow: visible" in css and "@media (max-width: 600px) { .wide text" in css

@@ -112,27 +112,12 @@ def test_an_option_on_the_command_line_leaves_nothing_of_another_variant() -> No
     assert (config.loss.name, config.loss.kl, config.algorithm) == ("gspo", 0, None)
 
 
-def test_an_option_on_the_command_line_wins_over_one_that_the_file_lists_and_over_its_keys() -> None:
-    text = "defaults: [{hardware: laptop}, _self_]\n" + PLAIN + "engine: {name: embedded, max_batch: 3}\n"
-    config = load(text, "hardware=h100")
-    assert (config.engine.name, config.rollout.concurrency, config.rollout.processes) == ("vllm", "auto", 1)
-
-
 def test_a_model_on_the_command_line_replaces_the_files_and_its_rate() -> None:
     text = PLAIN.replace("base: m", "base: m, lora: null, chat_template: x.jinja")
     text += "train: {steps: 3, learning_rate: 1e-6}\n"
     config = load(text, "model=qwen3-4b", "model.max_length=100")
     assert (config.model.base, config.model.max_length, config.model.chat_template) == ("Qwen/Qwen3-4B", 100, None)
     assert (config.train.learning_rate, config.train.steps) == ("auto", 3)
-
-
-def test_a_folder_beside_the_file_wins() -> None:
-    for name, size in (("laptop", 2), ("mine", 4)):
-        Path("hardware").mkdir(exist_ok=True)
-        Path(f"hardware/{name}.yaml").write_text(f"# @package _global_\nrollout: {{concurrency: {size}}}\n")
-    assert load(PLAIN, "hardware=laptop").rollout.concurrency == 2
-    assert load(PLAIN, "hardware=mine").rollout.concurrency == 4
-    assert load(PLAIN, "hardware=h100").rollout.concurrency == "auto"
 
 
 def test_an_unknown_option_is_one_line_with_those_that_there_are() -> None:

@@ -1,6 +1,6 @@
 """Several replicas in one vLLM server: startup, and a weight proof for each replica.
 
-Against a fake server (fake_vllm.py), a real process over real HTTP; test_replicas_real.py has two real replicas.
+Against a fake server (fake_vllm.py), a real process over real HTTP; test_vllm_real.py has two real replicas.
 """
 
 from pathlib import Path

@@ -492,15 +492,6 @@ async def test_a_failed_start_names_its_cause_and_not_the_last_lines(fake: Fake)
             pass
 
 
-async def test_a_failed_start_names_the_first_error_of_the_process_that_failed(fake: Fake) -> None:
-    """A real log: a context that the cache does not hold."""
-    [real] = [each for each in (Path(__file__).parent / "logs").glob("*.log") if "4bit" not in each.name]
-    with pytest.raises(EngineError, match=r"exit status 1\); .*max_model_len \(400000\) is greater") as caught:
-        async with fake.running(f"log {real}"):
-            pass
-    assert "\n" not in str(caught.value) and f"(its log: {fake.logs}/vllm.log)" in str(caught.value)
-
-
 async def test_the_model_is_fetched_before_the_time_of_the_start_begins(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,7 @@
 """The vLLM engine with a real vLLM on the CPU: its numbers against transformers and PEFT, and a whole run through it.
 
+One server with two replicas for all but the run, whose server has one. `art backend` uses the first by its address.
+
 `make test-vllm` sets it up.
 """
 
@@ -8,8 +10,10 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +24,25 @@ import torch
 
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.config.schema import VllmEngineConfig
+from art_cli.config.schema import ModelConfig, TorchLearnerConfig, VllmEngineConfig
 from art_cli.engines import proof
 from art_cli.engines.embedded.chat_prompts import render
 from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.engines.vllm.vllm_engine import VllmEngine
 from art_cli.learners.probe import measure_probe
 from art_cli.loop.train import train
+from art_cli.models.adapters import on_base
+from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import spec_of
+from art_cli.models.weights import token_logprobs
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import DriftError, EngineError
-from benchmarks.attacks.weight_proof import measure
+from art_cli.runtime.errors import DriftError
+from art_cli.tinker.server import BackendLimits
+from art_cli.tinker.server.base_model import Base
 from tests.support.models.letters_policy import LettersPolicy
 from tests.support.others.real_vllm import MARKS, PYTHON, QUICK
 from tests.support.paths import LETTERS
+from tests.support.servers.backend_server import Client, datum, passing, serving
 
 LONG_PROBE = 300  # tokens; vLLM caches whole blocks, of 128 on a CPU
 
@@ -41,11 +50,11 @@ pytestmark = MARKS
 
 
 class Bench(LettersPolicy):
-    """A running engine, and the same policy in this process to hold it against."""
+    """A running engine of two replicas, and the same policy in this process to hold it against."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        settings = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, **QUICK})
+        settings = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, "replicas": 2, **QUICK})
         self.engine = VllmEngine(settings, spec_of(self.weights), name="policy", logs=directory)
 
     async def load(self, name: str, step: int) -> None:
@@ -104,17 +113,6 @@ def cut(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: f
     return logits.log_softmax(-1)
 
 
-async def test_a_failed_start_names_what_vllm_found(bench: Bench, tmp_path: Path) -> None:
-    """vLLM's log ends with a traceback of ten calls; the error is one line."""
-    settings = VllmEngineConfig.model_validate({"name": "vllm", "python": PYTHON, **QUICK})
-    model = msgspec.structs.replace(spec_of(bench.weights), max_length=400_000)
-    engine = VllmEngine(settings, model, name="policy", logs=tmp_path)
-    with pytest.raises(EngineError, match=r"exit status 1\); .*max_model_len \(400000\) is greater than") as caught:
-        await engine.start()
-    await engine.close()
-    assert "\n" not in str(caught.value) and "Traceback" in (tmp_path / "vllm.log").read_text()
-
-
 async def test_the_prompt_is_what_our_template_renders(bench: Bench) -> None:
     function = {"name": "look", "description": "look", "parameters": {"type": "object", "properties": {}}}
     tool = {"type": "function", "function": function}
@@ -167,14 +165,18 @@ async def test_a_text_with_markers_stays_text(bench: Bench) -> None:
     assert {call["function"]["name"] for call in calls} == {"look"} or choice.finish_reason == "length"
 
 
-async def test_each_adapter_scores_as_peft_does_and_they_differ(bench: Bench) -> None:
+async def test_each_adapter_scores_as_peft_does_in_both_replicas_and_they_differ(bench: Bench) -> None:
+    """Six replies at once, of which each replica gives some, are of that step."""
     probe = proof.make_probe(265)
     scores = {}
     for step, name in enumerate("ab", 2):
         await bench.load(name, step)
-        scores[name] = await bench.engine.score(probe)
+        scores[name], other = await bench.engine.score_replicas(probe)
         assert scores[name] == pytest.approx(bench.score(probe), abs=1e-4)
+        assert other == pytest.approx(bench.score(probe), abs=1e-4)
         assert proof.mean_gap(scores[name], bench.score(probe)) < 1e-4
+        replies = await asyncio.gather(*(bench.engine.reply(chat("red", seed=1)) for _ in range(6)))
+        assert {reply.step for reply in replies} == {step}
     gap = sum(abs(a - b) for a, b in zip(scores["a"], scores["b"], strict=True)) / len(probe)
     assert gap > 0.01
 
@@ -228,14 +230,86 @@ async def test_its_load_is_read_from_its_metrics(bench: Bench) -> None:
     assert after is not None and (after.running, after.waiting, after.room) == (0, 0, None)
 
 
-async def test_the_proof_holds_and_detects_in_bfloat16() -> None:
-    """A random Qwen3 of 8 layers, two steps: no right load fails, no wrong adapter passes; a zeroed layer may pass."""
-    table = await measure("qwen3", "bfloat16", "vllm", 2)
-    assert table.counts.pop("right")["fails"] == 0
-    table.counts.pop("one layer zeroed")
-    assert len(table.counts) == 5
-    for kind, counts in table.counts.items():
-        assert counts["passes"] == 0, kind
+# --- `art backend` with this server -----------------------------------------------------------------------------------
+
+PROMPT = [5, 9, 14, 20, 7, 33, 41]
+ADAM = {"learning_rate": 3e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+
+
+def sample(client: Client, sampler: str, number: int, **sampling: Any) -> dict[str, Any]:
+    return client.call(
+        "asample",
+        sampling_session_id=sampler,
+        seq_id=number,
+        num_samples=2,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        sampling_params={"max_tokens": 6, "seed": 1, **sampling},
+        prompt_logprobs=True,
+    )
+
+
+def serve_two_clients(address: str, base: Base, root: Path) -> None:
+    """Two clients at once, with room for one adapter: each waits for the other, and gets samples of its own policy with
+    that policy's own logprobs, at any temperature. Then the base."""
+
+    def work(number: int) -> None:
+        with Client(address) as client:
+            model = client.new_model()
+            for step in range(2):
+                ids = [(3 + 5 * number + step + token) % 40 for token in range(12)]
+                at = 3 * step + 1
+                client.call("forward_backward", model_id=model, seq_id=at, forward_backward_input=passing(datum(ids)))
+                client.call("optim_step", model_id=model, seq_id=at + 1, adam_params=ADAM)
+                made = client.call(
+                    "save_weights_for_sampler", model_id=model, seq_id=at + 2, sampling_session_seq_id=step
+                )
+                barrier.wait(120)
+                found = [sample(client, made["sampling_session_id"], 0, temperature=0.5, top_k=9)]
+            saved = client.call("save_weights_for_sampler", model_id=model, seq_id=7, path="end")["path"]
+            opened = client.post(
+                "create_sampling_session", session_id=client.session, sampling_session_seq_id=9, model_path=saved
+            )
+            found.append(sample(client, opened["sampling_session_id"], 0))
+            policy = on_base(base.weights, root / saved.removeprefix("tinker://"))
+            for reply in found:
+                for sequence in reply["sequences"]:
+                    own = token_logprobs(policy, PROMPT + sequence["tokens"])
+                    assert sequence["logprobs"] == pytest.approx(own[len(PROMPT) - 1 :], abs=1e-3)
+                    assert reply["prompt_logprobs"][1:] == pytest.approx(own[: len(PROMPT) - 1], abs=1e-3)
+            plain = token_logprobs(on_base(base.weights, None), PROMPT)
+            assert found[0]["prompt_logprobs"][1:] != pytest.approx(plain, abs=0.05)
+            client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
+
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    with Client(address) as client:
+        made = client.post(
+            "create_sampling_session", session_id=client.session, sampling_session_seq_id=0, base_model="tiny"
+        )
+        found = sample(client, made["sampling_session_id"], 0, max_tokens=None)
+        own = token_logprobs(on_base(base.weights, None), PROMPT + found["sequences"][0]["tokens"])
+        assert found["sequences"][0]["logprobs"] == pytest.approx(own[len(PROMPT) - 1 :], abs=1e-3)
+        assert all(len(each["tokens"]) > 16 or each["stop_reason"] == "stop" for each in found["sequences"])
+
+
+async def test_a_backend_samples_several_clients_adapters_from_a_server_that_runs(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server at its address, with its key, as one that somebody else has started."""
+    server = bench.engine._server
+    monkeypatch.setenv("KEY_OF_THE_SERVER", server.key)
+    where = {"name": "vllm", "base_url": server.control.root, "api_key_env": "KEY_OF_THE_SERVER"}
+    path = bench.weights.base
+    weights = load_weights(ModelConfig(base=path, lora=None, dtype="float32"), path, device="cpu")
+    base = Base(weights, name="tiny", lora=None, learner=TorchLearnerConfig())
+    limits, engine = BackendLimits(rank=8, samplers=1), VllmEngineConfig.model_validate(where)
+
+    def run() -> None:
+        with serving(base, tmp_path, limits=limits, engine=engine, start_s=100) as address:
+            serve_two_clients(address, base, tmp_path)
+
+    await asyncio.to_thread(run)
 
 
 # --- a whole run ------------------------------------------------------------------------------------------------------
@@ -243,7 +317,7 @@ async def test_the_proof_holds_and_detects_in_bfloat16() -> None:
 
 def letters(runs: Path) -> LoadedConfig:
     """The tiny project, its engine a vLLM process."""
-    own = ["model.base=build.py:build_wide", "engine=vllm", f"engine.python={PYTHON}", f"runs={runs}", "train.steps=5"]
+    own = ["model.base=build.py:build_wide", "engine=vllm", f"engine.python={PYTHON}", f"runs={runs}", "train.steps=3"]
     own += ["+engine.args={enforce-eager: true}", "+engine.env={VLLM_CPU_KVCACHE_SPACE: 1, OMP_NUM_THREADS: 1}"]
     own += ["train.keep_checkpoints=9", "eval=null", "rollout.concurrency=2"]
     return load_config(LETTERS / "config.yaml", own)
@@ -257,7 +331,7 @@ def sockets() -> set[Path]:
 async def test_a_run_whose_server_is_killed_finishes_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """5 steps of 12 rollouts; the server is killed with SIGKILL while step 2 is played. No trajectory has an error,
+    """3 steps of 12 rollouts; the server is killed with SIGKILL while step 2 is played. No trajectory has an error,
     each step has every place once, and every sampled token's logprob is the learner's to 1e-4 nats."""
     engines: list[VllmEngine] = []
     start, before = VllmEngine.start, sockets()
@@ -276,17 +350,17 @@ async def test_a_run_whose_server_is_killed_finishes_and_loses_nothing(
         await asyncio.sleep(0.002)
     os.kill(engines[0].pid, signal.SIGKILL)
     result = await training
-    assert result.step == 5
+    assert result.step == 3
     assert "the server answers again" in caplog.text
-    for step in range(5):
+    for step in range(3):
         played = run.trajectories(step)
         assert len(played) == len({t.id for t in played}) == 12
         assert [t.error for t in played] == [None] * 12
         assert {turn.step for t in played for turn in t.turns} == {step}
     lines = [line.metrics for line in run.metrics() if line.split == "train"]
-    assert len(lines) == 5
+    assert len(lines) == 3
     assert max(line["logprob_gap_max"] for line in lines) < 1e-4
     assert max(line["probe_gap"] for line in lines) < 1e-4
     assert not sockets() - before
     text = (run.logs / "vllm.log").read_text()
-    assert all(f"Loaded new LoRA adapter: name 'letters@{step:04d}'" in text for step in range(6))
+    assert all(f"Loaded new LoRA adapter: name 'letters@{step:04d}'" in text for step in range(4))

@@ -29,16 +29,6 @@ def test_the_interval_holds_the_accuracy_of_all_pairs_at_the_moment_that_it_is_e
     assert abs(np.mean([each.error for each in found])) < 0.02
 
 
-def test_chosen_pairs_need_about_half_of_the_labels_where_the_margin_tells_of_errors() -> None:
-    nums: dict[bool, list[int]] = {True: [], False: []}
-    for seed in range(10):
-        file = simulate("steep", np.random.default_rng(seed))
-        for is_chosen, reached in nums.items():
-            strata = strata_of(file, is_chosen=is_chosen)
-            reached.append(label(file, strata, np.random.default_rng(1000 + seed)).num)
-    assert sum(nums[True]) < 0.65 * sum(nums[False])
-
-
 def fed(margins: list[float], credits: list[float]) -> Strata:
     """Strata of these pairs, all labelled."""
     strata = Strata(np.array(margins), np.zeros(len(margins), bool))
@@ -75,21 +65,6 @@ def test_later_labels_go_where_the_judge_is_uncertain() -> None:
         nums.append(stratum)
         strata.add(stratum, float(num % 2) if stratum == 0 else 1.0, 0.0)
     assert nums[:PILOT].count(0) == PILOT // 5 and nums[PILOT:].count(0) > 0.3 * len(nums[PILOT:])
-
-
-def test_the_number_of_further_labels_is_about_the_one_that_it_takes() -> None:
-    file = simulate("graded", np.random.default_rng(3))
-    strata = strata_of(file, is_chosen=True)
-    draw = np.random.default_rng(4)
-    order: dict[int, np.typing.NDArray[np.int64]] = {}
-    while strata.nums.sum() < 60:
-        stratum = strata.choose(strata.sizes - strata.nums)
-        assert stratum is not None
-        queue = order.setdefault(stratum, draw.permutation(np.flatnonzero(strata.of == stratum)))
-        strata.add(stratum, float(file.credits[queue[int(strata.nums[stratum])]]), 0.0)
-    before = strata.accuracy()
-    needed = strata.num_needed()
-    assert 20 < needed < 150 and strata.accuracy() == before
 
 
 def test_equal_margins_everywhere_are_one_stratum_and_one_pair_is_enough_to_ask() -> None:

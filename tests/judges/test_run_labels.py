@@ -40,14 +40,6 @@ def test_of_runs_whose_agreement_stays_at_most_the_stated_share_has_an_alarm(num
 
 
 @pytest.mark.slow
-def test_of_runs_that_are_labelled_as_they_train_neither() -> None:
-    """The newest steps have the fewest answers, so that most answers are about them. 300 runs: 7 once in 34 times."""
-    draw = random.Random(1)
-    runs = [[OrderedPair(n, n + draw.randint(-3, 3), draw.random() < 0.8) for n in range(67)] for _ in range(300)]
-    assert sum(find_fall(answers) is not None for answers in runs) <= 300 * LEVEL + 3
-
-
-@pytest.mark.slow
 def test_a_judge_that_comes_to_err_is_found_with_its_step() -> None:
     draw, found = random.Random(2), []
     for _ in range(100):

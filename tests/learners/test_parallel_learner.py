@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from art_cli.config.compose import load_config
 from art_cli.config.schema import (
     AlgorithmConfig,
     DistillConfig,
@@ -45,7 +44,7 @@ from art_cli.runs.durable import read_lines
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
-from art_cli.runtime.errors import ConfigError, DriftError, LearnerError
+from art_cli.runtime.errors import DriftError, LearnerError
 from art_cli.runtime.processes.process_calls import Advance, Heartbeat, Returned
 from tests.learners.test_streams import NAMES, STREAMS
 from tests.learners.test_user_algorithm import MINE
@@ -276,6 +275,7 @@ def test_demos_train_the_same_in_two_processes(base: Path, workers: Workers, tmp
 # --- packs against rows -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_batch_is_compared_in_all_processes(base: Path, workers: Workers) -> None:
     ParallelLearner(job(base), workers).step(played(base))
     for rank in range(2):
@@ -354,6 +354,7 @@ def test_what_is_loaded_is_saved_again_bit_by_bit(base: Path, workers: Workers, 
 # --- failures of a step -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_in_one_process_ends_the_step_in_both_and_changes_nothing(
     base: Path, workers: Workers, tmp_path: Path
 ) -> None:
@@ -372,6 +373,7 @@ def test_a_loss_that_is_not_finite_in_one_process_ends_the_step_in_both_and_chan
     assert learner.step(played(base)).num_updates == 1
 
 
+@pytest.mark.slow
 def test_drift_is_found_over_all_processes(base: Path, workers: Workers) -> None:
     """The logprobs carry noise of 0.3 nats a token, on either side of what the bound lets pass."""
     learner = ParallelLearner(job(base, max_logprob_gap=0.01), workers)
@@ -404,19 +406,6 @@ def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
         return sum(length + PACK_COST for length in lengths[::size])
 
     assert duration(packs) <= duration(pack_samples(samples, budget=budget, share=share))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("model.quantize=4bit", "learner.processes"),
-        ("learner.offload_optimizer=true", "learner.offload_optimizer"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(override: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        load_config(LETTERS / "config.yaml", ["learner=torch", "learner.processes=2", override])
 
 
 # --- death ------------------------------------------------------------------------------------------------------------
@@ -564,11 +553,18 @@ def test_time_in_which_the_owner_was_stopped_itself_does_not_count() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_finishes_it(tmp_path: Path) -> None:
-    """Rank 1 is stopped while the second step is sampled and killed when the other waits for it in that step."""
+def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    """Rank 1 is stopped while the second step is sampled and killed when the other waits for it in that step.
+
+    The same command takes that step; then the run itself is killed outright, and its learner's processes end.
+    """
     run = Run(tmp_path)
+
+    def taken() -> list[int]:
+        return [line.step for line in run.files.metrics() if line.split == "train"]
+
     with run.started() as child:
-        wait_until(lambda: any(line.split == "train" for line in run.files.metrics()), while_running=child)
+        wait_until(taken, while_running=child)
         victim = run.learner_pid(1)
         os.kill(victim, signal.SIGSTOP)
         wait_until(lambda: len(run.files.scored(1)) == 12, while_running=child)
@@ -584,28 +580,13 @@ def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_fi
         run.learner_pid(0)
 
     with run.started() as child:
-        _, said = child.communicate(timeout=240)
-        assert child.returncode == 0, said
-    train = [line for line in run.files.metrics() if line.split == "train"]
-    assert [line.step for line in train] == [0, 1, 2]
-    assert all(line.metrics["probe_gap"] < 1e-3 and line.metrics["num_updates"] == 1 for line in train)
-    assert verify_checkpoint(run.files.checkpoint_path(3)).step == 3
-    trajectories = [t.id for step in range(3) for t in run.files.trajectories(step)]
-    assert len(trajectories) == len(set(trajectories)) == 36
-    first, last = (run.files.checkpoint_path(step) / ADAPTER for step in (1, 3))
-    assert first.read_bytes() != last.read_bytes()
-
-
-@pytest.mark.slow
-def test_the_learners_processes_end_with_a_run_that_is_killed_outright(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with run.started() as child:
-        logs = run.files.logs
-        wait_until(lambda: (logs / "learner_1.log").exists() and run.files.checkpoint_steps(), while_running=child)
+        wait_until(lambda: len(taken()) == 2, while_running=child)
         pids = [run.learner_pid(rank) for rank in (0, 1)]
         child.kill()
         child.communicate(timeout=240)
-    begin = time.monotonic()
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() - begin < 30
-        time.sleep(0.05)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
+    train = [line for line in run.files.metrics() if line.split == "train"]
+    assert [line.step for line in train][:2] == [0, 1]
+    assert all(line.metrics["probe_gap"] < 1e-3 and line.metrics["num_updates"] == 1 for line in train)
+    trajectories = [t.id for step in range(2) for t in run.files.trajectories(step)]
+    assert len(trajectories) == len(set(trajectories)) == 24

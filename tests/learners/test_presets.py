@@ -18,7 +18,7 @@ from tests.support.models.tiny import tiny_weights
 from tests.support.records.trees import scored, turn
 
 NAMES = sorted({*PRESETS, *EXPERIMENTS} - {"distill"})  # test_teachers.py holds the same of it, with a teacher
-PACKINGS = [(24, "tree"), (4096, "tree"), (4096, "rows")]  # micro_batch_tokens, packing
+PACKINGS = [(24, "tree"), (4096, "rows")]  # micro_batch_tokens, packing
 WEIGHTS = tiny_weights(seed=3)
 
 

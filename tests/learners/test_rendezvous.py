@@ -223,7 +223,6 @@ def test_paths_may_differ_and_files_may_not(base: Path, tmp_path: Path) -> None:
     [
         ("train.learning_rate=0.5", "train.learning_rate"),
         ("loss.kl=0.1", "loss.kl"),
-        ("learner.micro_batch_tokens=99", "learner.micro_batch_tokens"),
         ("learner.processes=2", "learner.processes"),
         ("learner.shard=all", "learner.shard"),
         ("model.lora.rank=8", "model.lora.rank"),
@@ -253,9 +252,7 @@ def a_node(tmp_path: Path, base: Path) -> JoinedNode:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["../x.json", "/etc/x.json", "a/../../x.json", "x.py", ".x.json", "a/b/c/d.json", "x.json\n", "a//b.json"]
-)
+@pytest.mark.parametrize("name", ["../x.json", "/etc/x.json", "a/../../x.json", "x.py", "x.json\n"])
 def test_a_node_writes_files_of_checkpoints_in_its_own_place_only(name: str, tmp_path: Path, base: Path) -> None:
     with pytest.raises(LearnerError, match="no file of a checkpoint"):
         a_node(tmp_path, base).receive(name, 0, "")

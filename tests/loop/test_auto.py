@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +15,10 @@ from art_cli.cli import Finding, doctor
 from art_cli.cli import app as cli
 from art_cli.cli import serve as serve_command
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.config.schema import EmbeddedEngineConfig, RunConfig, TorchLearnerConfig, VllmEngineConfig
+from art_cli.config.schema import EmbeddedEngineConfig, RunConfig, TorchLearnerConfig
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
-from art_cli.loop.decide import MAX_KL, decide_by_base, decide_engine, describe
+from art_cli.loop.decide import MAX_KL, decide_by_base, decide_engine
 from art_cli.loop.engine_choice import AutoChoice, Machine, choose_engine
 from art_cli.loop.record import claim_config
 from art_cli.models import loading, precision
@@ -112,12 +110,6 @@ def test_a_gpu_without_bfloat16_gets_the_embedded_engine(project: Path) -> None:
         "embedded",
         "the GPU has no bfloat16, and vLLM's LoRA kernels on a GPU take 16 bits only",
     )
-
-
-def test_vllm_is_the_engine_where_it_and_a_gpu_are_there(project: Path) -> None:
-    assert engine(project, machine=MachineOf()) == ("vllm", "vLLM 0.32.0 and a GPU are here")
-    resolved = decide_engine(load(project), MachineOf())
-    assert resolved.config.engine == VllmEngineConfig(name="vllm")
 
 
 @pytest.mark.parametrize(
@@ -264,13 +256,6 @@ def test_what_was_not_settled_is_told_and_not_made(project: Path) -> None:
 # --- where it stands --------------------------------------------------------------------------------------------------
 
 
-def test_the_choice_and_its_reason_are_one_line(project: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    decided = decide_engine(load(project), MachineOf(gpu=False))
-    assert caplog.messages == ["engine embedded (auto: no GPU here)"]
-    assert describe(decided) == "engine embedded (auto: no GPU here), learner torch"
-
-
 class Result(NamedTuple):
     code: int
     out: list[str]
@@ -335,16 +320,6 @@ def test_the_same_machine_gives_the_same_file_and_another_one_goes_on(project: P
         claim_config(run, changed)
 
 
-@pytest.mark.slow
-def test_generate_and_check_say_it_too(art: Art, tmp_path: Path) -> None:
-    settings = [CONFIG, f"runs={tmp_path}", "rollout.groups_per_step=1", "rollout.group_size=2"]
-    done = art("generate", *settings, "-o", tmp_path / "out.jsonl")
-    assert (done.code, done.err[1]) == (0, "engine embedded (auto: no GPU here)")
-    done = art("check", *settings, "engine=embedded")
-    assert done.code == 0, done.err
-    assert done.out[1] == "ok   auto       engine embedded, learner torch"
-
-
 # --- knobs ------------------------------------------------------------------------------------------------------------
 
 
@@ -368,14 +343,6 @@ def test_a_knob_of_one_engine_needs_that_engines_name(project: Path, text: str, 
         load(project, *override)
     assert "engine 'auto' has no knobs of one engine; " in str(caught.value)
     assert str(caught.value).endswith(f"needs {line}")
-
-
-@pytest.mark.slow
-def test_a_named_engine_keeps_its_knobs(project: Path) -> None:
-    (project / "config.yaml").write_text(PLAIN + "engine: {name: embedded, max_batch: 4}\n")
-    assert load(project).config.engine == EmbeddedEngineConfig(max_batch=4)
-    (project / "config.yaml").write_text(PLAIN)
-    assert load(project, "engine=embedded", "engine.max_batch=4").config.engine == EmbeddedEngineConfig(max_batch=4)
 
 
 # --- art serve, art doctor --------------------------------------------------------------------------------------------
@@ -438,17 +405,6 @@ def test_doctor_says_what_auto_is_and_what_would_change_it() -> None:
     assert engine.state == "broken" and "ImportError: x" in engine.message and engine.cure
     learner = found(MachineOf())["learner"]
     assert learner == Finding("learner", True, "auto chooses torch: it trains packs, and Unsloth one row at a time", "")
-
-
-@pytest.mark.slow
-def test_doctor_in_a_process_of_its_own(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "art_cli", "doctor", "--json"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
-    assert found["engine"]["message"] == "auto chooses embedded: no GPU here"
-    assert found["learner"]["message"].startswith("auto chooses torch: it trains packs")
-    assert "auto, embedded, entry, openai, tinker, vllm" in found["configs"]["message"]
 
 
 # --- a real vLLM, a real GPU ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from art_cli.config.compose import load_config
-from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
+from art_cli.loop.stage_policy import find_policy
 from art_cli.loop.train import train
 from art_cli.models.saved_weights import save_weights
 from art_cli.runs import run_checkpoints as checkpoints
@@ -362,15 +362,3 @@ def test_training_and_the_command_prune_alike(tmp_path: Path) -> None:
     checkpoints.prune(one, keep=2)
     checkpoints.prune_trained(other, keep=2)
     assert one.checkpoint_steps() == other.checkpoint_steps() == [0, 1, 3, 4]
-
-
-@pytest.mark.slow
-def test_a_runs_base_is_a_policy_by_its_path(tmp_path: Path) -> None:
-    """`--checkpoint runs/letters/base` is the policy before any training: no adapter, the run's own base."""
-    asyncio.run(train(load_config(CONFIG, [f"runs={tmp_path}", "train.steps=1", "eval=null"])))
-    run = RunDir(tmp_path / "letters")
-    loaded = load_config(CONFIG, ["runs=nowhere"])
-    source = find_policy(loaded, run.base)
-    assert source == PolicySource(None, 0, run=run.root, why="the base model, as named")
-    with open_policy(loaded, source) as weights:
-        assert weights.base == str(run.base)

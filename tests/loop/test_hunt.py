@@ -72,10 +72,7 @@ def attacks_of(lines: Sequence[HuntLine]) -> list[Attack]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_prints_what_was_found_and_the_same_command_goes_on(
-    number: signal.Signals, art: Art, tmp_path: Path
-) -> None:
+def test_an_interrupt_prints_what_was_found_and_the_same_command_goes_on(art: Art, tmp_path: Path) -> None:
     """The interrupt comes after the tenth attack of a search of ten minutes. Its last line is torn by hand."""
     output, entry = tmp_path / "hunt.jsonl", "rollout.entry=rollout.py:tag"
     words = ["hunt", CONFIG, f"runs={tmp_path}", entry, "--scenarios", "4", "-o", output, "--json", "--minutes"]
@@ -84,7 +81,7 @@ def test_an_interrupt_prints_what_was_found_and_the_same_command_goes_on(
     while not output.exists() or output.read_bytes().count(b"\n") < 4 + 10:
         assert child.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    child.send_signal(number)
+    child.send_signal(signal.SIGTERM)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130
     assert err.splitlines()[-1].startswith("interrupted: the hunt stopped early")

@@ -48,14 +48,9 @@ def follow_page(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_works_as_a_script(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_page_works_inside_a_running_event_loop(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     follow_page(project)
     assert "letters-" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-async def test_the_page_works_inside_a_running_event_loop(project: Path) -> None:
-    follow_page(project)
     assert art_cli.train(art_cli.load("config.yaml", "train.steps=3")).was_finished
 
 

@@ -247,14 +247,6 @@ def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
 
 
 @pytest.mark.slow
-def test_the_newest_the_best_and_the_first_checkpoint_stay(tmp_path: Path) -> None:
-    files = RunDir(run(tmp_path, "train.keep_checkpoints=2", "train.steps=6").root)
-    rewards = {line.step: line.metrics["reward"] for line in files.metrics() if line.split == "eval"}
-    best = max(rewards, key=lambda step: (rewards[step], step))
-    assert set(files.checkpoint_steps()) == {0, 5, 6, best}
-
-
-@pytest.mark.slow
 def test_steps_without_signal_change_no_weight_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Contract 4: every rollout returns 0.1, whose mean over 4 is off by 1e-17."""
     project = tmp_path / "project"
@@ -368,24 +360,6 @@ def test_what_goes_on_is_the_whole_sweep_and_never_begins_anew(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_the_model_is_loaded_ends_the_run_before_it_begins(tmp_path: Path) -> None:
-    """The warm-up, in a thread that nobody can stop, would take hours."""
-    demos = tmp_path / "demos.jsonl"
-    talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
-    demos.write_text((json.dumps(talk) + "\n") * 16)
-    settings = [f"runs={tmp_path}", f"+sft.demos={demos}", "+sft.epochs=1000000"]
-    command = [sys.executable, "-m", "art_cli", "train", str(LETTERS / "config.yaml"), *settings]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline().startswith("art train ")
-        os.kill(process.pid, signal.SIGINT)
-        rest = process.stderr.read()
-        assert process.wait(timeout=240) == 130
-    assert "Traceback" not in rest
-    assert RunDir(tmp_path / "letters").checkpoint_steps() == []
-
-
-@pytest.mark.slow
 def test_ctrl_c_while_the_first_checkpoint_is_written_ends_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,24 +413,6 @@ def test_a_run_that_never_began_takes_another_configuration(tmp_path: Path) -> N
     with pytest.raises(RunError, match=r"made by another configuration: model\.base"):
         run(tmp_path, "model.base=nothing/such", "train.steps=1", "eval=null")
     assert json.loads(RunDir(result.root).config_path.read_text())["model"]["base"] == "build.py:build"
-
-
-@pytest.mark.slow
-def test_sft_comes_first_and_is_the_starting_policy(tmp_path: Path) -> None:
-    demos = tmp_path / "demos.jsonl"
-    talk = {"messages": [{"role": "user", "content": "say 1 letters"}, {"role": "assistant", "content": "aaaa"}]}
-    demos.write_text((json.dumps(talk) + "\n") * 16)
-    result = run(
-        tmp_path,
-        f"+sft.demos={demos}",
-        "+sft.epochs=6",
-        "+sft.learning_rate=3e-2",
-        "+sft.batch_size=4",
-        "train.steps=1",
-    )
-    assert result.evaluations[0]["reward"] > 0.5
-    first = [line for line in RunDir(result.root).metrics() if line.split == "sft"]
-    assert len(first) == 1
 
 
 def test_an_interrupt_while_the_loop_is_blocked_does_not_break_off_what_is_closed() -> None:

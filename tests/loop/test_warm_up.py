@@ -71,9 +71,9 @@ def train_here(runs: Path, epochs: int, *more: str) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", range(1, 9))
+@pytest.mark.parametrize("cut", [1, 3, 5, 8])
 def test_a_warm_up_that_is_gone_on_with_anywhere_ends_bit_for_bit_the_same(cut: int, tmp_path: Path) -> None:
-    """9 updates, cut after each: the same weights, moments and numbers as in one go, but for the seconds."""
+    """9 updates, 3 an epoch, cut in and between epochs: the same weights, moments and numbers, but for the seconds."""
     whole, first, second = new_learner(), new_learner(), new_learner()
     assert whole.begin_sft(DEMOS) == first.begin_sft(DEMOS) == second.begin_sft(DEMOS) == 9
     numbers = whole.take_sft(9).numbers
@@ -106,7 +106,7 @@ def test_a_warm_up_killed_and_interrupted_goes_on_and_ends_the_same(
 ) -> None:
     """SIGKILL and then SIGINT, each at a random instant after a state was saved; SIGINT is answered in seconds."""
     caplog.set_level(logging.INFO)
-    draw, epochs = random.Random(11), 40
+    draw, epochs = random.Random(11), 24
     wanted = train_here(tmp_path / "whole", epochs)
     command = [sys.executable, "-c", ART, "train", str(CONFIG), *settings(tmp_path / "cut", epochs)]
     for number in (signal.SIGKILL, signal.SIGINT):

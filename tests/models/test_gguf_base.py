@@ -47,8 +47,8 @@ def test_smollm2_comes_from_its_package_and_knows_the_capital_of_france(tmp_path
     base = find_base(SMOLLM2, directory=tmp_path, built=tmp_path / "base")
     assert is_built(Path(base))
     verify_built(Path(base))
-    weights = load_weights(ModelConfig(base=SMOLLM2, lora=None, dtype="bfloat16"), base)
-    assert weights.dtype == torch.bfloat16 and weights.max_length == 8192
+    weights = load_weights(ModelConfig(base=SMOLLM2, lora=None, dtype="float32"), base)
+    assert weights.max_length == 8192
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     ids = weights.tokenizer.apply_chat_template(
         asked, add_generation_prompt=True, return_tensors="pt", return_dict=False

@@ -93,13 +93,6 @@ def test_each_request_names_its_key_and_its_record_has_the_answer() -> None:
         assert request.answer not in words
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "config-ruler.yaml", "config-gpu.yaml"])
-def test_every_configuration_is_one_and_begins_with_its_command(name: str) -> None:
-    loaded = load_config(DIRECTORY / name, [])
-    assert loaded.config.name.startswith("assistant") and loaded.config.eval is not None
-    assert (DIRECTORY / name).read_text().startswith(f"# art train {name}\n")
-
-
 def test_it_runs_with_a_small_random_model_by_ruler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model calls nothing: each attempt is scored 0 by rollout and rule alike, and no weight changes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -327,13 +327,6 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
         RECIPE.questions.data_directory()
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "config-gpu.yaml"])
-def test_every_configuration_is_one_and_begins_with_its_command(name: str) -> None:
-    loaded = load_config(DIRECTORY / name, [])
-    assert loaded.config.name.startswith("function-calling") and loaded.config.eval is not None
-    assert (DIRECTORY / name).read_text().startswith(f"# art train {name}\n")
-
-
 @needs_package
 def test_it_runs_with_a_small_random_model(tmp_path: Path) -> None:
     settings = ["model.base=builtin:tiny", "train.steps=1", "rollout.groups_per_step=4", "eval=null"]

@@ -88,13 +88,6 @@ def test_things_and_food_of_held_out_games_are_in_no_training_game() -> None:
     assert not names["train"] & names["held-out"]
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "config-gpu.yaml"])
-def test_every_configuration_is_one_and_begins_with_its_command(name: str) -> None:
-    loaded = load_config(DIRECTORY / name, [])
-    assert loaded.config.name.startswith("textworld") and loaded.config.eval is not None
-    assert (DIRECTORY / name).read_text().startswith(f"# art train {name}\n")
-
-
 def test_it_runs_with_a_small_random_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model types no command of the game: each attempt earns nothing, and no weight changes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

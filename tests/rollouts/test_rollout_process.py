@@ -2,10 +2,7 @@
 
 import asyncio
 import os
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -107,21 +104,6 @@ async def rollout(policy, scenario):
     assert not is_alive(int((stage.directory / "pid").read_text()))
 
 
-async def test_what_it_starts_ends_with_it(stage: Stage) -> None:
-    source = """
-import subprocess
-from art_cli import Outcome
-async def rollout(policy, scenario):
-    return Outcome(metadata={"pid": subprocess.Popen(["sleep", "60"]).pid})
-"""
-    (trajectory,) = await stage.play(source)
-    for _ in range(100):
-        if not is_alive(trajectory.metadata["pid"]):
-            return
-        await asyncio.sleep(0.05)
-    pytest.fail("a program that the rollout started is still there")
-
-
 async def test_what_it_prints_goes_to_standard_error(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     source = """
 import subprocess
@@ -185,43 +167,6 @@ async def rollout(policy, scenario):
         "timeout: not finished after 1 s (rollout.timeout_s)",
     ]
     assert [t.returned_reward for t in played[-2:]] == [1, 1]
-
-
-async def test_a_wrong_outcome_stops_the_run(stage: Stage) -> None:
-    with pytest.raises(RolloutError, match="a rollout returns a number"):
-        await stage.play("def rollout(policy, scenario): return 'good'")
-
-
-def test_it_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
-    """The process is killed, so it cannot clean up."""
-    (tmp_path / "rollout.py").write_text(
-        "import os, time\nfrom pathlib import Path\n"
-        f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
-        "async def rollout(policy, scenario): ...\n"
-    )
-    program = f"""
-import asyncio
-from pathlib import Path
-from art_cli.rollouts.process import ProcessRollout
-async def main():
-    rollout = ProcessRollout("rollout.py:rollout", directory=Path({str(tmp_path)!r}))  # one that nobody holds may end
-    await rollout.open()
-    print("open", flush=True)
-    await asyncio.sleep(60)
-asyncio.run(main())
-"""
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "open\n"
-    pid = int((tmp_path / "pid").read_text())
-    assert is_alive(pid)
-    owner.send_signal(signal.SIGKILL)
-    owner.wait(10)
-    owner.stdout.close()
-    deadline = time.monotonic() + 20
-    while is_alive(pid):
-        assert time.monotonic() < deadline, "it is still there"
-        time.sleep(0.05)
 
 
 async def test_a_function_that_is_begun_is_loaded_while_the_event_loop_is_held_up(stage: Stage) -> None:

@@ -1,10 +1,7 @@
 """The runner: user functions and real programs against a real gateway; every failure becomes a trajectory."""
 
 import asyncio
-import gc
 import hashlib
-import io
-import logging
 import os
 import re
 import sys
@@ -459,17 +456,6 @@ async def test_a_trajectory_that_cannot_be_written_stops_the_run(stage: Stage) -
         await stage.play("def rollout(policy, scenario): return 1", num=5, on_finished=keep)
 
 
-async def test_of_several_that_cannot_be_written_one_is_told(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    async def keep(trajectory: Trajectory) -> None:
-        await asyncio.sleep(0.05 * (1 + trajectory.index))
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        await stage.play("def rollout(policy, scenario): return 1", num=5, on_finished=keep, processes=0)
-    gc.collect()
-    assert caplog.text == ""
-
-
 async def test_a_cancelled_run_finishes_what_is_being_written_and_drops_the_rest(stage: Stage) -> None:
     source = """
 import asyncio
@@ -653,19 +639,6 @@ async def until_gone(pids: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_program_past_its_time_is_killed_with_all_it_started(stage: Stage) -> None:
-    (trajectory,) = await stage.play(entry=None, command=["sh", "-c", FAMILY + "wait"], timeout_s=1)
-    assert trajectory.error == "timeout: not finished after 1 s (rollout.timeout_s)"
-    await until_gone((stage.directory / "pids").read_text())
-
-
-async def test_what_a_program_leaves_behind_is_killed_and_holds_up_nobody(stage: Stage) -> None:
-    """The child inherits standard output and never ends; the outcome is there all the same."""
-    (trajectory,) = await stage.play(entry=None, command=["sh", "-c", FAMILY + "echo 1"], timeout_s=60)
-    assert (trajectory.returned_reward, trajectory.error) == (1.0, None)
-    await until_gone((stage.directory / "pids").read_text())
-
-
 async def test_a_cancelled_run_kills_its_programs(stage: Stage) -> None:
     os.mkfifo(stage.directory / "pids")
     async with stage.open(entry=None, command=["sh", "-c", FAMILY + "wait"]) as runner:
@@ -713,35 +686,6 @@ def test_progress_counts_and_averages_what_did_not_fail() -> None:
         counts.count(trajectory(index, reward, error))
     assert (counts.done, counts.failed, counts.mean_reward) == (4, 1, 0.5)
     assert counts.facts() == "reward 0.500  1 failed  0 tok/s"
-
-
-async def test_without_a_terminal_progress_is_a_line_now_and_then(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(rollout_runner, "LINE_S", 0.01)
-    async with rollout_runner.shown(Progress("step 3", 8)):
-        while not caplog.messages:
-            await asyncio.sleep(0.01)
-    assert caplog.messages[0].startswith("step 3: 0/8 rollouts")
-
-
-async def test_on_a_terminal_progress_is_a_bar_with_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    counts = Progress("step 3", 8)
-    counts.count(trajectory(0, 0.25))
-    async with rollout_runner.shown(counts):
-        while "reward 0.250" not in screen.getvalue():
-            await asyncio.sleep(0.01)
-    assert "step 3" in screen.getvalue()
-    assert "1/8" in screen.getvalue()
 
 
 # --- the clients of a policy ------------------------------------------------------------------------------------------

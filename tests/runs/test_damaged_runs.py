@@ -193,22 +193,26 @@ def restore(good: Path, root: Path, file: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 @pytest.mark.parametrize("kind", ["zero", "directory", "loop", "pipe", "zeros", "hole"])
-@pytest.mark.timeout(60, func_only=True)
+@pytest.mark.timeout(200, func_only=True)
 def test_things_in_the_place_of_files_go_on_or_stop_in_words(
-    run: RunDir, reader: Callable[[RunDir], None], kind: str, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file in turn empty, a directory, a link to itself, a pipe, /dev/zero, a hole."""
+    """Each file in turn empty, a directory, a link to itself, a pipe, /dev/zero, a hole.
+
+    All readers read a file of the run itself; of a base or a checkpoint, each of which has such files, two in turn.
+    """
     for module in (json_lines, index):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 2**20)
-    for file in sorted(path for path in run.root.rglob("*") if path.is_file()):
-        if not file.is_file():
-            continue  # its checkpoint was pruned
-        data = file.read_bytes()
-        spoil(file, kind)
-        goes_on_or_says_why(reader, run)
-        mend(file, data)
+    for place, file in enumerate(sorted(path for path in run.root.rglob("*") if path.is_file())):
+        is_own = file.parent == run.root or file.parent.name.startswith("step_000") and file.suffix == ".jsonl"
+        for reader in READERS if is_own else (READERS[place % len(READERS)], READERS[(place + 3) % len(READERS)]):
+            if not file.is_file():
+                break  # its checkpoint was pruned
+            data = file.read_bytes()
+            spoil(file, kind)
+            goes_on_or_says_why(reader, run)
+            mend(file, data)
 
 
 def spoil(file: Path, kind: str) -> None:
@@ -436,7 +440,6 @@ def test_directories_that_are_no_checkpoint_of_this_run_are_passed_over(
 
 
 CONFIGS = {
-    "number": b"7",
     "text": b'"config"',
     "empty": b"",
     "binary": bytes(range(256)),
@@ -523,17 +526,14 @@ def test_a_base_removed_is_built_again_and_the_run_goes_on(run: RunDir) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASE_FILES)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_damaged_base_of_the_users_own_is_loaded_or_refused_in_words(
-    good: Path, tmp_path: Path, name: str, seed: int
-) -> None:
+def test_a_damaged_base_of_the_users_own_is_loaded_or_refused_in_words(good: Path, tmp_path: Path, name: str) -> None:
     """No hashes here: what cannot be known to be wrong is loaded, everything else is a line with the directory."""
     base = tmp_path / "base"
     shutil.copytree(good / "base", base, ignore=shutil.ignore_patterns("hashes.json"))
     data = (base / name).read_bytes()
     source = find_source(str(base)) if name != "config.json" else None
     config = loaded_config(good).config.model
-    for spoilt in mutations(data, seed=seed, count=max(2, NUM_MUTATIONS // 150)):
+    for spoilt in mutations(data, seed=1, count=max(2, NUM_MUTATIONS // 75)):
         (base / name).write_bytes(spoilt)
         for load in (lambda: load_weights(config, str(base), device="cpu"), lambda: read_spec(config, str(base))):
             try:

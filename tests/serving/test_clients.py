@@ -1,6 +1,6 @@
 """Clients as their users use them hold a tool conversation with `art serve` on the embedded engine.
 
-`benchmarks/others/clients.py` has more of them, and vLLM; tests/serving/test_vllm_serve.py has these on vLLM.
+`benchmarks/others/clients.py` has more of them, and vLLM; tests/serving/test_vllm_serve.py has two of these on vLLM.
 """
 
 import asyncio

@@ -166,7 +166,7 @@ async def test_a_sigterm_at_any_instant_ends_the_process(run: RunDir) -> None:
     """
     command = [sys.executable, "-m", "art_cli", "serve", str(run.root), "--port", "0", "--json", "--follow"]
     pipe, draw, whole_s = asyncio.subprocess.PIPE, random.Random(0), 0.0
-    for attempt in range(int(os.environ.get("ART_TEST_KILLS", "5"))):
+    for attempt in range(int(os.environ.get("ART_TEST_KILLS", "3"))):
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
         assert process.stdout
         begin = time.monotonic()
@@ -237,15 +237,6 @@ async def test_an_engine_that_fails_ends_the_service() -> None:
     with pytest.raises(EngineError, match="out of memory"):
         await asyncio.wait_for(service.run("127.0.0.1", 0, on_ready), 20)
     assert loader.engines[0].is_closed
-
-
-async def test_a_port_in_use_is_one_line() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        service = Service(Policies([]), keys=Keys(), limits=Limits())
-        with pytest.raises(EngineError, match="the port is in use"):
-            await service.run("127.0.0.1", taken.getsockname()[1], lambda root: None)
 
 
 # --- what it says of itself -------------------------------------------------------------------------------------------

@@ -152,25 +152,6 @@ def test_a_pass_that_is_refused_takes_its_turn_and_spoils_the_step(client: Clien
 
 
 @pytest.mark.slow
-def test_replies_that_are_lost_apply_nothing_twice(client: Client, base: Base, tmp_path: Path) -> None:
-    """A client that drops half of all answers and sends every such request again, some of them twice at once."""
-    chance, batches = random.Random(1), [[ids] for ids in IDS]
-    model = client.new_model()
-    requests = steps_of(model, batches)
-    for path, fields in requests:
-        while True:
-            answer = client.post(path, **fields)
-            if chance.random() < 0.5:
-                continue
-            for _ in range(chance.randrange(3)):
-                client.post("retrieve_future", request_id=answer["request_id"])  # an answer that is lost
-            assert "error" not in client.result(answer["request_id"])
-            break
-    uri = client.call("save_weights", model_id=model, seq_id=len(requests) + 1, path="end")["path"]
-    assert are_equal(adapter(client, uri), saved(trained(base, batches), tmp_path / "local"))
-
-
-@pytest.mark.slow
 def test_a_checkpoint_goes_on_bit_for_bit_also_on_a_new_server(base: Base, tmp_path: Path) -> None:
     with serving(base, tmp_path / "root") as address, Client(address) as first:
         model = first.new_model(seed=3)

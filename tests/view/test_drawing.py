@@ -42,20 +42,3 @@ def test_the_drawing_of_a_run_sends_nothing_before_the_viewer_has_agreed(
         page.wait_for_timeout(500)
         expect(page.locator("iframe")).to_have_count(0)
     assert ".invalid" not in log.read_text(errors="replace")
-
-
-@pytest.mark.slow
-def test_the_viewer_agrees_once_for_a_run_until_the_page_is_loaded_again(tmp_path: Path) -> None:
-    run = write_viewed_run(tmp_path / "run", steps=2)
-    run.drawing_path.write_text('document.body.textContent = "running"')
-    with chromium() as browser, viewing(run.root) as root:
-        page = browser.new_page()
-        page.goto(f"{root}/{ATTEMPT}")
-        page.get_by_role("button", name="Run view.js").click()
-        drawn = page.frame_locator("iframe").locator("body")
-        expect(drawn).to_have_text("running")
-        page.goto(f"{root}/#/s/0/t/s0001-g0002-a02")
-        expect(drawn).to_have_text("running")
-        page.reload()
-        expect(page.get_by_role("button", name="Run view.js")).to_be_visible()
-        expect(page.locator("iframe")).to_have_count(0)

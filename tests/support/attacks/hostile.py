@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
-NUM_MUTATIONS = int(os.environ.get("ART_FUZZ", "300"))
+NUM_MUTATIONS = int(os.environ.get("ART_FUZZ", "150"))
 
 # Values that have broken readers: numbers past every width, text that is no text, nesting, types in the wrong place.
 ATOMS = (
