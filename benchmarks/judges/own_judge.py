@@ -1,8 +1,8 @@
 """`art reward` on attempts of a recipe, whose own reward is the teacher.
 
-    python -m benchmarks.judges.own_judge             # assistant, SmolLM2: 12 minutes on two idle cores
-    python -m benchmarks.judges.own_judge --made 11   # measured on the policy after ten steps
-    python -m benchmarks.judges.own_judge --recipe function-calling --made 11     # also email-search
+    python -m benchmarks.judges.own_judge --groups 24     # assistant, SmolLM2: 12 minutes on two idle cores
+    python -m benchmarks.judges.own_judge --made 11 --steps 5     # measured on the policy after ten steps
+    python -m benchmarks.judges.own_judge --recipe function-calling --made 11 --steps 5    # also email-search
     python -m benchmarks.judges.own_judge --run runs/assistant --steps 2    # of a run that is there
     python -m benchmarks.judges.own_judge --thumbs 200    # learns from 200 single ratings, right or wrong
     python -m benchmarks.judges.own_judge --train     # then trains with the judge, a cascade, and the teacher
@@ -31,7 +31,6 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
 
 ROOT = Path(__file__).parents[2]
-GROUPS = {"assistant": 24}  # groups of a step that makes attempts; other recipes keep their own
 TRAIN_STEPS = 14
 
 
@@ -42,9 +41,9 @@ def art(*words: object) -> str:
     return done.stdout
 
 
-def make_run(recipe: str, directory: Path, num_steps: int) -> Path:
+def make_run(recipe: str, directory: Path, num_steps: int, num_groups: int | None) -> Path:
     settings = [f"runs={directory}", f"train.steps={num_steps}", "eval=null", "train.decay=none"]
-    settings += [f"rollout.groups_per_step={GROUPS[recipe]}"] if recipe in GROUPS else []
+    settings += [] if num_groups is None else [f"rollout.groups_per_step={num_groups}"]
     art("train", ROOT / "recipes" / recipe / "config.yaml", *settings)
     return directory / recipe
 
@@ -111,6 +110,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="assistant")
     parser.add_argument("--run", type=Path, help="a run of the recipe; otherwise one is made")
     parser.add_argument("--made", type=int, default=4, help="steps of the run that is made")
+    parser.add_argument("--groups", type=int, help="groups of its steps; otherwise the recipe's")
     parser.add_argument("--steps", type=int, default=2, help="the judge learns from this many first steps")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--thumbs", type=int, default=0, help="learn from this many single ratings")
@@ -118,7 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="art-own-judge-") as temporary:
         directory = Path(temporary)
-        run = options.run or make_run(options.recipe, directory, options.made)
+        run = options.run or make_run(options.recipe, directory, options.made, options.groups)
         files = sorted(run.glob("step_*/scored.jsonl"))
         start, judge, data = time.monotonic(), directory / "judge", files[: options.steps]
         if options.thumbs:
