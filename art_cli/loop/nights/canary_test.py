@@ -1,6 +1,6 @@
 """CanaryTest: decides from ratings whether a candidate is better than the promoted policy, with a bound on errors.
 
-A block is a rating of the candidate and k ratings of the promoted policy, in the order of their arrival. Its
+A block is a rating of the candidate and k ratings of the promoted policy, the newest that no block has. Its
 difference d, the candidate's rating minus the mean of the others, is in [-1, 1]. As long as the candidate is not
 better, the mean of d is at most 0. Then a gambler who bets a fraction f of the wealth on every d > 0, so that d
 multiplies it by 1 + f d, reaches the wealth 1 / error with a probability of at most `error`, no matter how often
@@ -8,17 +8,22 @@ somebody looks (Ville 1939). The gambler here divides the wealth evenly among se
 fraction depends on the unknown difference (Waudby-Smith and Ramdas 2023, arXiv 2010.09686, section 4). A second
 gambler bets on d < 0.
 
-Ratings are compared within each policy. A policy whose users rate less often is therefore not at a disadvantage.
+Ratings are compared within each policy. A policy whose users rate less often is therefore not at a disadvantage. The
+ratings of a block are of about the same time, also when one policy gets more of them, because the oldest ones that wait
+are left out. Otherwise a drift of all ratings would look like a difference of the policies.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from statistics import fmean
+from typing import Literal, NamedTuple, TypeVar
 
+Key = TypeVar("Key", str, tuple[str, str])
 Verdict = Literal["better", "worse", "open"]
 
 FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+MAX_WAITING = 10  # blocks of ratings that wait for ratings of the other policy
 FEWEST = 3  # ratings that every client may give before its share counts
 
 
@@ -48,9 +53,9 @@ class CanaryTest:
         """
         self._sizes = (max(1, round((1 - share) / share)), max(1, round(share / (1 - share))))  # promoted, candidate
         self._bound, self._margin, self._client_share = math.log(1 / error), margin, client_share
-        self._waiting: tuple[list[float], list[float]] = ([], [])  # promoted, candidate
+        self._waiting = [deque[float](maxlen=MAX_WAITING * size) for size in self._sizes]  # promoted, candidate
         self._up, self._down = [0.0] * len(FRACTIONS), [0.0] * len(FRACTIONS)  # log wealth by fraction
-        self._counted: Counter[tuple[str, ...]] = Counter()
+        self._counted = Counter[str](), Counter[tuple[str, str]]()  # ratings by client, by (client, user)
         self._sums: list[Side] = [Side(0, 0.0), Side(0, 0.0)]
         self.num_capped = 0  # ratings left out because their client had counted for its share
         self.verdict: Verdict = "open"
@@ -82,10 +87,10 @@ class CanaryTest:
         self._sums[rating.is_candidate] = Side(num + 1, mean + (rating.value - mean) / (num + 1))
         self._waiting[rating.is_candidate].append(rating.value)
         if all(len(its) >= size for its, size in zip(self._waiting, self._sizes, strict=True)):
-            means = [sum(its[:size]) / size for its, size in zip(self._waiting, self._sizes, strict=True)]
-            for its, size in zip(self._waiting, self._sizes, strict=True):
-                del its[:size]
-            self._bet(means[1] - means[0])
+            promoted, candidate = (
+                fmean(its.pop() for _ in range(size)) for its, size in zip(self._waiting, self._sizes, strict=True)
+            )
+            self._bet(candidate - promoted)
 
     def _bet(self, difference: float) -> None:
         self._up = [w + math.log1p(f * (difference + self._margin)) for w, f in zip(self._up, FRACTIONS, strict=True)]
@@ -97,14 +102,19 @@ class CanaryTest:
 
     def _may_count(self, rating: Rating) -> bool:
         """Decides from earlier ratings only, so the test's bound on errors stays valid."""
-        keys = [(rating.client,), (rating.client, rating.user)] if rating.user else [(rating.client,)]
-        for key in keys:
-            num_alike = sum(len(each) == len(key) for each in self._counted.keys() | {key})
-            share = max(self._client_share, 2 / num_alike)
-            if self._counted[key] >= max(FEWEST, share * (self.num + 1)):
-                return False
-        self._counted.update(keys)
+        clients, users = self._counted
+        if not self._has_room(clients, rating.client):
+            return False
+        if rating.user and not self._has_room(users, (rating.client, rating.user)):
+            return False
+        clients[rating.client] += 1
+        if rating.user:
+            users[rating.client, rating.user] += 1
         return True
+
+    def _has_room(self, counted: Counter[Key], key: Key) -> bool:
+        share = max(self._client_share, 2 / (len(counted) + (key not in counted)))
+        return counted[key] < max(FEWEST, share * (self.num + 1))
 
 
 def _log_mean(logs: list[float]) -> float:

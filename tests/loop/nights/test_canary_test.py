@@ -36,6 +36,20 @@ def test_users_who_rate_the_candidate_less_often_do_not_change_the_error() -> No
     assert fmean(each == "better" for each in rare) <= 0.15 and fmean(each == "worse" for each in rare) <= 0.15
 
 
+def test_a_drift_of_all_ratings_is_no_difference_of_the_policies() -> None:
+    """Ratings rise from 0.2 to 0.8, and the candidate's users rate half as often, so its ratings are never ahead."""
+    found = []
+    for seed in range(40):
+        draw, test = random.Random(seed), CanaryTest(share=0.5, error=0.05)
+        for number in range(1500):
+            is_candidate = draw.random() < 0.5
+            value = float(draw.random() < 0.2 + 0.6 * number / 1500)
+            if not is_candidate or draw.random() < 0.5:
+                test.add_all([Rating(is_candidate, value, "key 1")])
+        found.append(test.verdict)
+    assert fmean(each == "better" for each in found) <= 0.15 and fmean(each == "worse" for each in found) <= 0.15
+
+
 def test_a_client_counts_for_its_share_only() -> None:
     """One client sends half of all ratings, against the candidate. Forty others find it better."""
     draw = random.Random(0)
