@@ -1,19 +1,25 @@
 """`POST /v1/feedback` on `art gateway`: what counts, for whom, how often, and that it is on the disk."""
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from art_cli.chat.replies import Reply
 from art_cli.config.schema import FeedbackMetricConfig, RedactConfig
 from art_cli.learners.sft.examples import best_attempts
 from art_cli.runs.durable import LineWriter, read_lines, write_lines
 from art_cli.runs.feedback import FeedbackEntry, latest, rating
 from art_cli.runs.trajectory import score_trajectory
+from art_cli.serving.gateway.entries import CapturedCall, JournalEntry
 from art_cli.serving.gateway.feedback_service import new_id
+from art_cli.serving.gateway.journal import Journal
+from art_cli.serving.gateway.reply_index import Answered, ReplyIndex, episode_keys
 from tests.serving.test_capture import ANN, BOB, Standing, numbered, standing, written
 from tests.support.standins.scripted import ScriptedBackend
 from tests.view.serving import asking
@@ -170,6 +176,36 @@ async def test_feedback_days_later_finds_calls_of_earlier_files_and_processes(tm
     async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
         body = {"metric_name": "thumbs", "value": True, "inference_id": ids[0]}
         assert await rated(gateway, body) == before[0].id and lines(tmp_path) == before
+
+
+async def test_an_index_of_an_earlier_version_is_brought_up_to_date_also_after_a_kill(tmp_path: Path) -> None:
+    for number, columns in enumerate(("", ", policy TEXT DEFAULT ''")):
+        path = tmp_path / f"{number}.sqlite"
+        with contextlib.closing(sqlite3.connect(path)) as old, old:
+            old.execute(
+                f"CREATE TABLE names (client TEXT, id TEXT, conversation TEXT{columns}, PRIMARY KEY (client, id))"
+            )
+            old.execute("INSERT INTO names (client, id, conversation) VALUES ('key 1', 'reply a', 'before')")
+        index = ReplyIndex(path)
+        index.add({("key 1", "reply b"): Answered("now", "9f3c", 5.0)})
+        assert index.find("key 1", "reply a") == Answered("before")
+        assert index.find("key 1", "reply b") == Answered("now", "9f3c", 5.0)
+        index.close()
+
+
+async def test_a_conversation_belongs_to_the_policy_that_answered_last_also_after_a_rotation(tmp_path: Path) -> None:
+    """A rotation copies earlier calls behind later ones."""
+    id = "c" * 32
+
+    def entry(number: int, policy: str) -> JournalEntry:
+        reply = Reply(id=f"{number:032x}", created=0, model="m", choices=[], prompt_ids=[], policy=policy)
+        call = CapturedCall(messages=[], reply=reply)
+        return JournalEntry(conversation=id, number=number, at=float(number), client="key 1", call=call)
+
+    entries = [entry(2, "new"), entry(0, "old"), entry(1, "old")]
+    write_lines(tmp_path / "calls-20260101-000000.jsonl", entries)
+    with Journal(tmp_path, group_size=4, rotate_bytes=1e9, rotate_s=1e9) as journal:
+        assert await journal.find("key 1", episode_keys(id)) == Answered(id, "new", 2.0)
 
 
 async def test_feedback_is_redacted_like_calls(tmp_path: Path) -> None:

@@ -342,7 +342,8 @@ def _outline(path: Path) -> Outline:
         own = lines.setdefault(head.conversation, {})
         own.setdefault(head.number, _Line(line.offset, len(line.data), head.at))
         scenarios.setdefault(head.conversation, head.scenario)
-        names |= names_of(head)
+        for key, answered in names_of(head).items():  # copied calls are older than lines before them
+            names[key] = max(names.get(key, answered), answered, key=lambda each: each.at)
     return Outline(path, lines, scenarios, names)
 
 
