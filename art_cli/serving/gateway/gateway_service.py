@@ -23,7 +23,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -63,6 +63,7 @@ SWEEPS = 10  # checks for idle conversations and due files per `gateway.idle_s`
 LONGEST_SWEEP_S = 10.0
 GRACE_S = 1  # timeout for closing connections, after calls had `drain_s`
 NO_LIMIT = 2**31 - 1
+Part = TypeVar("Part", Reply, Chunk)
 
 
 class Clients(Keys):
@@ -139,7 +140,7 @@ class ClientBackend:
     async def reply(self, request: Request) -> Reply:
         with self._failures_logged():
             if not request.is_recorded:
-                return await self._upstream.backend.reply(with_defaults(request, Sampling()))
+                return self._shown(await self._upstream.backend.reply(with_defaults(request, Sampling())))
             self._journal.check_room()
             request = _named(request)
             redacted = await self._redacted(request)
@@ -147,7 +148,7 @@ class ClientBackend:
                 reply = await conversation.backend.reply(request)
                 await self._journal.sync()
             self.num_calls += 1
-            return msgspec.structs.replace(reply, id=_reply_id(request), policy="" if self._is_blind else reply.policy)
+            return self._shown(msgspec.structs.replace(reply, id=_reply_id(request)))
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         with self._failures_logged():
@@ -155,7 +156,7 @@ class ClientBackend:
                 plain = self._upstream.backend.stream(with_defaults(request, Sampling()))
                 async with closing_stream(plain) as chunks:
                     async for chunk in chunks:
-                        yield chunk
+                        yield self._shown(chunk)
                 return
             self._journal.check_room()
             request = _named(request)
@@ -168,9 +169,13 @@ class ClientBackend:
                             await self._journal.sync()
                             num_before = conversation.recorder.num_entries
                         chunk.id = _reply_id(request)
-                        chunk.policy = "" if self._is_blind else chunk.policy
-                        yield chunk
+                        yield self._shown(chunk)
             self.num_calls += 1
+
+    def _shown(self, part: Part) -> Part:
+        """Returns what the client gets. Recorded parts must not change, so replies are copied before."""
+        part.policy = "" if self._is_blind else part.policy
+        return part
 
     async def _redacted(self, request: Request) -> Request:
         """Redacts the request, in a thread if it is long. The recorder then reuses the redactor's cache."""
