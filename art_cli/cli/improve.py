@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from art_cli.cli import Config, Json, Overrides, print_result
-from art_cli.runtime.errors import ArtError, Interrupted, Paused, UsageError
+from art_cli.runtime.errors import ArtError, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,9 @@ def run(
         float | None, Option("--every", metavar="SECONDS", min=1, help="Run as a service, with this pause.")
     ] = None,
     is_history: Annotated[bool, Option("--history", help="Show all nights; do nothing.")] = False,
-    is_rollback: Annotated[bool, Option("--rollback", help="Serve what was promoted before.")] = False,
+    is_rollback: Annotated[
+        bool, Option("--rollback", help="End the canary, and serve what was promoted before.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Learn from live traffic, a night at a time.
@@ -70,9 +72,9 @@ def run(
             time.sleep(every_s)
             try:
                 _improve(loaded, as_json)
-            except (Interrupted, Paused):
+            except Interrupted:
                 raise
-            except ArtError as error:
+            except (ArtError, OSError) as error:
                 log.error("tried again in %g s: %s", every_s, error)
 
 

@@ -36,6 +36,11 @@ def _improve_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if metric not in declared:
         there = f"it has {', '.join(declared)}" if declared else f"add {metric}: {{type: boolean}}"
         yield "improve.canary.metric", f"{metric!r} is not declared in gateway.feedback; {there}"
+    gates, has_safety = config.improve.gates, config.improve.safety is not None
+    if has_safety and "safety" not in gates:
+        yield "improve.gates", "has none for improve.safety; add safety: 'reward>=baseline'"
+    if not ("traffic" in gates or has_safety or (config.eval is not None and "tasks" in gates)):
+        yield "improve.gates", "would let every candidate answer untested; add traffic: 'reward>=baseline-0.02'"
     if config.rollout.scenarios is None:
         yield (
             "improve",

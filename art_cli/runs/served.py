@@ -3,12 +3,14 @@
 runs/NAME/served.json. Without the file a run has no canary and offers its best checkpoint (run_checkpoints.choose).
 """
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from art_cli.runs.durable import read_object, write_file
+from art_cli.runs.durable import lock_directory, read_object, write_file
 from art_cli.runtime.errors import DataError, one_line
 
 SERVED_FILE = "served.json"
@@ -52,5 +54,13 @@ def read_served(run: Path) -> Served | None:
     return served
 
 
+@contextlib.contextmanager
+def changing(run: Path) -> Iterator[None]:
+    """Keeps the file as it is for other processes. Raises RunError if one is just changing it."""
+    with lock_directory(run / SERVED_FILE, run / "nights" / "served.lock"):
+        yield
+
+
 def write_served(run: Path, served: Served) -> None:
+    """The caller is `changing` the file."""
     write_file(run / SERVED_FILE, msgspec.json.format(msgspec.json.encode(served), indent=2) + b"\n")

@@ -25,7 +25,7 @@ from art_cli.runs.durable import lock_directory, read_object, write_file, write_
 from art_cli.runs.manifest import digest_of, read_manifest
 from art_cli.runs.run_checkpoints import choose, fork, run_of
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.served import Canary, Served, read_served, write_served
+from art_cli.runs.served import Canary, Served, changing, read_served, write_served
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import ArtError, CheckpointError, DataError, Interrupted, Paused, RunError, one_line
 from art_cli.runtime.scratch import make_directory
@@ -121,10 +121,13 @@ class Nights:
 async def improve(loaded: LoadedConfig) -> Improved:
     """Does what is due: begins or resumes a night, up to its canary, or reads the canary's feedback.
 
-    Raises RunError if the run has no checkpoint or another process improves it, and the errors of training and
-    evaluation; the next call tries again, and gives the night up after MAX_FAILURES tries.
+    Raises UsageError for gates that cannot hold, RunError if the run has no checkpoint or another process improves it,
+    and the errors of training and evaluation; the next call tries again, and gives the night up after MAX_FAILURES
+    tries.
     """
     config, nights = _section(loaded), Nights(loaded.config.runs / loaded.config.name)
+    gates = [evaluate.parse_gate(text, (BASELINE, CANDIDATE)) for text in config.gates.values()]
+    evaluate.check_gates(gates, CANDIDATE)
     if not RunDir(nights.run).checkpoint_steps():
         raise RunError(f"{nights.run}: no checkpoint to improve; `art train` makes the first one")
     make_directory(nights.root)
@@ -147,17 +150,15 @@ async def improve(loaded: LoadedConfig) -> Improved:
 
 
 def roll_back(run: Path) -> Served:
-    """Serves the checkpoint that was promoted before, and ends a canary. Raises RunError if there is none."""
-    nights = Nights(run)
-    with lock_directory(nights.root, nights.root / "lock"):
+    """Ends a canary, and serves the checkpoint that was promoted before, if there is one, also while a night trains.
+
+    The next `improve` ends the night under way. Raises RunError if there is neither.
+    """
+    with changing(run):
         served = read_served(run)
-        if served is None or not served.previous:
-            raise RunError(f"{run}: nothing was promoted, so there is no way back")
-        for night in nights.all():
-            if not night.outcome:
-                night.outcome, night.reason = "rolled back", "art improve --rollback"
-                nights.write(night)
-        *previous, last = served.previous
+        if served is None or not (served.previous or served.canary):
+            raise RunError(f"{run}: nothing was promoted, and there is no canary, so there is no way back")
+        *previous, last = served.previous or [served.checkpoint]
         served = Served(last, _digest(run / last), previous)
         write_served(run, served)
         return served
@@ -176,7 +177,8 @@ def directories(loaded: LoadedConfig) -> list[Path]:
 def _first_served(run: Path) -> Served:
     found = choose(RunDir(run), "offered")
     served = Served(str(found.path.relative_to(run)), _digest(found.path))
-    write_served(run, served)
+    with changing(run):
+        write_served(run, served)
     return served
 
 
@@ -209,7 +211,7 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
         )
     num_held_out = max(1, round(len(traffic.scenarios) * config.held_out))
     training, held_out = traffic.scenarios[:-num_held_out], traffic.scenarios[-num_held_out:]
-    number, num_own = len(known) + 1, round(len(training) * config.rehearsal)
+    number, num_own = known[-1].number + 1 if known else 1, round(len(training) * config.rehearsal)
     own = RunScenarios(loaded.config, loaded.directory).training
     ids = {str(scenario["id"]) for scenario in traffic.scenarios}
     start = (number - 1) * num_own
@@ -234,14 +236,15 @@ async def _prepare(loaded: LoadedConfig, nights: Nights, night: Night, served: S
     """Trains and gates the candidate, and starts its canary."""
     begin = time.perf_counter()
     try:
-        if not night.candidate:
+        _end_if_stale(night, served)
+        if not night.outcome and not night.candidate:
             await _train(loaded, nights, night)
         if not night.outcome and not night.gates:
             night.gates = await _gates(loaded, nights, night)
     except Interrupted:
         raise Interrupted("interrupted; nothing is lost: art improve resumes this night") from None
-    except Paused:
-        raise
+    except Paused as error:
+        night.outcome, night.reason = "failed", f"a stop rule fired: {one_line(error)}"
     except ArtError as error:
         night.num_failures += 1
         if night.num_failures < MAX_FAILURES:
@@ -254,8 +257,13 @@ async def _prepare(loaded: LoadedConfig, nights: Nights, night: Night, served: S
         night.outcome = "gates missed"
         night.reason = "; ".join(f"{each.scenarios}: {each.gate}, found {_shown(each)}" for each in missed)
     if not night.outcome:
-        _start_canary(loaded, nights, night, served)
+        _start_canary(loaded, nights, night)
     nights.write(night)
+
+
+def _end_if_stale(night: Night, served: Served | None) -> None:
+    if served is None or served.checkpoint != night.baseline:
+        night.outcome, night.reason = "rolled back", "its baseline is not promoted any more (art improve --rollback)"
 
 
 async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
@@ -360,27 +368,34 @@ def _checked(gated: str, text: str, values: Mapping[str, Mapping[str, Mapping[st
     return GateResult(gated, text, verdict.error is None, value.mean, value.low, value.high, value.num)
 
 
-def _start_canary(loaded: LoadedConfig, nights: Nights, night: Night, served: Served) -> None:
-    canary = Canary(
-        night.candidate, _digest(nights.run / night.candidate), _section(loaded).canary.share, uuid.uuid4().hex
-    )
+def _start_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
+    """Serves the candidate to its share, unless its baseline was rolled back meanwhile."""
+    with changing(nights.run):
+        served = read_served(nights.run)
+        _end_if_stale(night, served)
+        if night.outcome or served is None:
+            return
+        if served.canary is None or served.canary.checkpoint != night.candidate:  # it is there after a kill
+            digest, share = _digest(nights.run / night.candidate), _section(loaded).canary.share
+            canary = Canary(night.candidate, digest, share, uuid.uuid4().hex)
+            write_served(nights.run, msgspec.structs.replace(served, canary=canary))
     night.trial = Trial(time.time())
-    nights.write(night)  # before the candidate answers anybody
-    write_served(nights.run, msgspec.structs.replace(served, canary=canary))
 
 
 def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
-    """Reads the feedback so far, and promotes or rolls back if it decides."""
+    """Reads the feedback so far, and promotes or rolls back if it decides.
+
+    Raises RunError if served.json changed meanwhile.
+    """
     config, trial = _section(loaded).canary, night.trial
     assert trial is not None, "a canary has begun"
     served = read_served(nights.run)
-    if served is None or served.canary is None or served.canary.checkpoint != night.candidate:
-        if served is not None and served.checkpoint == night.candidate:  # killed after the promotion
-            night.outcome, night.reason = "promoted", "its feedback is better"
-            nights.write(night)
-            return
-        served = served or _first_served(nights.run)  # killed before the canary was served
-        _start_canary(loaded, nights, night, served)
+    if served is not None and served.checkpoint == night.candidate:  # killed after the promotion
+        night.outcome, night.reason = "promoted", "its feedback is better"
+    elif served is None or served.canary is None or served.canary.checkpoint != night.candidate:
+        night.outcome, night.reason = "rolled back", "its canary was ended, by art improve --rollback or before a kill"
+    if served is None or served.canary is None or night.outcome:
+        nights.write(night)
         return
     test = CanaryTest(
         share=served.canary.share, error=config.error, margin=config.margin, client_share=config.client_share
@@ -398,11 +413,14 @@ def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
     elif test.num >= config.max_ratings or hours >= config.max_hours:
         night.outcome = "undecided"
         night.reason = f"{test.num} ratings in {hours:.1f} hours did not show that it is better"
+    after = msgspec.structs.replace(served, canary=None)
     if night.outcome == "promoted":
-        previous = [*served.previous, served.checkpoint]
-        write_served(nights.run, Served(served.canary.checkpoint, served.canary.policy, previous))
-    elif night.outcome:
-        write_served(nights.run, msgspec.structs.replace(served, canary=None))
+        after = Served(served.canary.checkpoint, served.canary.policy, [*served.previous, served.checkpoint])
+    if night.outcome:
+        with changing(nights.run):
+            if read_served(nights.run) != served:
+                raise RunError(f"{nights.run}: art improve --rollback came between; run art improve again")
+            write_served(nights.run, after)
     nights.write(night)
 
 

@@ -1,5 +1,6 @@
 """`art improve` from end to end: a gateway of its own process, real clients, training, gates, canary and verdict."""
 
+import asyncio
 import json
 import os
 import random
@@ -15,11 +16,15 @@ from typing import Any
 import httpx
 import pytest
 
-from art_cli.runs.durable import read_lines
+from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.loop.nights.night import GateResult, Night, Nights, improve, roll_back
+from art_cli.runs.durable import lock_directory, read_lines
 from art_cli.runs.feedback import FeedbackEntry
+from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.served import read_served
+from art_cli.runs.served import Served, read_served, write_served
 from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import ConfigError, RunError, UsageError
 from tests.support.paths import LETTERS
 
 KEY = "sk-ann-0123456789"
@@ -255,6 +260,74 @@ def test_files_that_somebody_changed_are_one_line(filled: Project) -> None:
     assert "improve.canary.metric" in filled.art("improve", "improve.canary.metric=stars", code=2)
     assert "no improve section" in filled.art("improve", "improve=null", code=2)
     assert filled.art("improve", "--history") == "no night yet\n"
+
+
+BASELINE, CANDIDATE = "checkpoints/step_0000", "nights/night_0001/run/checkpoints/step_0001"
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> LoadedConfig:
+    """A run with a night whose candidate has passed its gates. Its checkpoints have no weights."""
+    project = Project(tmp_path / "letters")
+    counts = {"num_conversations": 9, "num_scenarios": 8, "num_held_out": 1}
+    night = Night(number=1, started_at=1.0, baseline=BASELINE, files=[], **counts)
+    night.candidate, night.gates = CANDIDATE, [GateResult("traffic", "reward>=0", True)]
+    for step, path in enumerate((BASELINE, CANDIDATE)):
+        with new_checkpoint(project.root / path, Manifest(step=step, base="nothing", config_hash="")):
+            pass
+    Nights(project.root).write(night)
+    write_served(project.root, Served(BASELINE, ""))
+    return load_config(project.directory / "config.yaml", [])
+
+
+def look(loaded: LoadedConfig) -> tuple[Night, Served]:
+    night, served = asyncio.run(improve(loaded)).night, read_served(loaded.config.runs / "letters")
+    assert night is not None and served is not None
+    return night, served
+
+
+def test_a_canary_that_a_kill_left_without_its_night_goes_on(gated: LoadedConfig) -> None:
+    path = gated.config.runs / "letters/nights/night_0001/night.json"
+    before = path.read_bytes()
+    _, served = look(gated)
+    assert served.canary is not None and served.canary.checkpoint == CANDIDATE
+    path.write_bytes(before)  # killed before the night's report had the canary
+    night, again = look(gated)
+    assert night.trial is not None and again == served, "the same conversations"
+
+
+def test_a_canary_that_was_ended_is_not_served_again(gated: LoadedConfig) -> None:
+    """By --rollback, which needs no earlier promotion, or by the verdict, with a kill before the night's report."""
+    look(gated)
+    assert roll_back(gated.config.runs / "letters") == Served(BASELINE, "")
+    night, served = look(gated)
+    assert night.outcome == "rolled back" and served == Served(BASELINE, "")
+    with pytest.raises(RunError, match="no canary"):
+        roll_back(gated.config.runs / "letters")
+
+
+def test_a_rollback_needs_no_wait_for_a_night_whose_candidate_is_then_never_served(gated: LoadedConfig) -> None:
+    root = gated.config.runs / "letters"
+    nights = Nights(root)
+    write_served(root, Served(BASELINE, "", [CANDIDATE]))
+    with lock_directory(nights.root, nights.root / "lock"):
+        assert roll_back(root) == Served(CANDIDATE, "")
+    night, served = look(gated)
+    assert night.outcome == "rolled back" and "baseline" in night.reason and served == Served(CANDIDATE, "")
+
+
+@pytest.mark.parametrize("gates", ["{traffic: bad}", "{traffic: 'rewrad>=0'}", "{traffic: 'reward>=other'}"])
+def test_gates_that_cannot_hold_are_refused_before_a_night(gated: LoadedConfig, gates: str) -> None:
+    with pytest.raises(UsageError, match="gate"):
+        asyncio.run(improve(load_config(gated.path, [f"improve.gates={gates}"])))
+
+
+def test_a_candidate_is_not_left_untested(gated: LoadedConfig) -> None:
+    text = gated.path.read_text()
+    for gates in ("gates: {}", "gates: {traffic: reward>=0}\n  safety: safety.jsonl"):
+        gated.path.write_text(text.replace('gates: {tasks: "reward>=0", traffic: "reward>=0"}', gates))
+        with pytest.raises(ConfigError, match=r"improve\.gates"):
+            load_config(gated.path, [])
 
 
 def _wait_for(is_done: Any) -> None:
