@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 Convert = Callable[[Json, list[Json]], Json | None]
 PATTERN = "trajectories-*.jsonl"
 READ_MORE = 4  # conversations are read up to this multiple of `max_scenarios`, because many give the same scenario
+INSTRUCTIONS = ("system", "developer")  # roles
 USER = "user"  # the feedback tag that names the user of a client
 
 
@@ -128,4 +129,9 @@ def _joined(scenarios: Sequence[Json], tested: Iterable[Json]) -> list[Json]:
 
 
 def _words(scenario: Json) -> frozenset[str]:
-    return words_of(msgspec.json.encode({key: value for key, value in scenario.items() if key != "id"}).decode())
+    """Returns the words that tell scenarios apart: not the system prompt, nor the tools, which all of them share."""
+    asked = {key: value for key, value in scenario.items() if key not in ("id", "tools")}
+    if isinstance(messages := scenario.get("messages"), list):
+        spoken = [each for each in messages if isinstance(each, dict) and each.get("role") not in INSTRUCTIONS]
+        asked["messages"] = [each.get("content") for each in spoken]
+    return words_of(msgspec.json.encode(asked).decode())

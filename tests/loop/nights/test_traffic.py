@@ -42,6 +42,18 @@ def test_near_duplicates_and_failures_are_left_out_and_the_newest_kept(tmp_path:
     assert [each["messages"][0]["content"] for each in read(tmp_path, tested=like).scenarios] == ["hello", "bye"]
 
 
+def test_a_long_system_prompt_and_tools_make_no_near_duplicates(tmp_path: Path) -> None:
+    system, tools = {"role": "system", "content": LONG * 9}, [{"type": "function", "function": {"name": LONG}}]
+    asked = ["where is my order", "cancel it", "Cancel it!", "who are you"]
+    found = [
+        conversation(number, "", messages=[system, {"role": "user", "content": text}], tools=tools)
+        for number, text in enumerate(asked)
+    ]
+    write_lines(tmp_path / "trajectories-20260101-000000.jsonl", found)
+    kept = [each["messages"][1]["content"] for each in read(tmp_path).scenarios]
+    assert kept == ["where is my order", "Cancel it!", "who are you"]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
