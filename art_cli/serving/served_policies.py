@@ -46,8 +46,10 @@ from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
 from art_cli.models.tokenizer import templated_tokenizer
 from art_cli.models.weights import Weights
 from art_cli.runs import run_checkpoints
+from art_cli.runs.manifest import read_manifest
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.served import read_served
 from art_cli.runtime.errors import ArtError, UsageError, describe
 from art_cli.runtime.threads import call_in_thread
 from art_cli.serving.middleware import Meter
@@ -391,5 +393,8 @@ async def _try_change(policy: ServedPolicy, run: RunDir, meter: Meter, which: Wh
 
 def _wanted(run: RunDir, which: Which) -> tuple[int, int] | None:
     """Returns the preferred step (based only on directory names and metrics) and its modification time."""
+    if which == "offered" and (served := read_served(run.root)) is not None:
+        promoted = run.root / served.checkpoint
+        return read_manifest(promoted).step, promoted.stat().st_mtime_ns
     step = next(iter(run_checkpoints.wanted_steps(run, which)), None)
     return None if step is None else (step, run.checkpoint_path(step).stat().st_mtime_ns)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from art_cli.chat.requests import Request, Sampling
+from art_cli.runs.manifest import Manifest, new_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import Canary, Served, write_served
 from art_cli.runtime.errors import CheckpointError, EngineError
@@ -16,6 +17,7 @@ from art_cli.serving.gateway import served_run
 from art_cli.serving.gateway.gateway_service import ClientBackend
 from art_cli.serving.gateway.served_run import ServedRun
 from art_cli.serving.served_model import Source
+from art_cli.serving.served_policies import _wanted as wanted_step
 from tests.support.processes.waiting import until
 from tests.support.servers.served import ScriptedEngine, ScriptedLoader, scripted_source
 from tests.support.servers.serving import USER
@@ -128,6 +130,17 @@ async def test_a_candidate_whose_engine_fails_answers_nobody_at_once_and_the_pro
         loader.engines[0].fails.set()
         with pytest.raises(EngineError, match="died"):
             await asyncio.wait_for(run.watch(), 5)
+
+
+def test_art_serve_follows_what_art_improve_promotes(tmp_path: Path) -> None:
+    """Not the newest checkpoint of the run itself, unless --last asks for it."""
+    run, promoted = RunDir(tmp_path), "nights/night_0001/run/checkpoints/step_0002"
+    for step, path in ((3, run.checkpoint_path(3)), (2, tmp_path / promoted)):
+        with new_checkpoint(path, Manifest(step=step, base="nothing", config_hash="")):
+            pass
+    write_served(tmp_path, Served(promoted, ""))
+    found = [wanted_step(run, which) for which in ("offered", "newest")]  # type: ignore[arg-type]
+    assert [step for step, _ in filter(None, found)] == [2, 3]
 
 
 async def test_clients_do_not_see_the_policy_also_of_calls_that_are_not_recorded(tmp_path: Path) -> None:
