@@ -38,6 +38,7 @@ from art_cli.runs.manifest import digest_of, read_manifest
 from art_cli.runs.promise import Promised, compare
 from art_cli.runs.run_checkpoints import explain, run_config, wanted_steps
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.served import read_served
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, printable
 
@@ -200,6 +201,9 @@ def closing(run: RunDir, config: Mapping[str, Any], history: History, fault: Fau
     steps = run.checkpoint_steps()
     last = steps[-1] if steps else max((update.number for update in history.updates), default=None)
     offered = next(iter(wanted_steps(run, "offered")), None)
+    to_serve = "" if offered is None else explain(run, offered)
+    if (served := read_served(run.root)) is not None:
+        to_serve = f"{served.checkpoint}, promoted by art improve"
     return {
         "run": str(run.root),
         "made_with": _made_with(config),
@@ -207,7 +211,7 @@ def closing(run: RunDir, config: Mapping[str, Any], history: History, fault: Fau
         "reward_names": reward_names(config, _reward_is(run, rewarded)),
         "best": None if best is None else _kept(run, steps, history, best.step),
         "last": None if last is None else _kept(run, steps, history, last),
-        "offered": "" if offered is None else explain(run, offered),
+        "offered": to_serve,
         "fault": "" if fault is None else str(fault),
     }
 

@@ -278,12 +278,16 @@ async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
         fork(source, run.root, step=first)
     result = await train(_night_config(loaded, directory, steps=first + config.steps))
     lines = [line.metrics for line in run.metrics() if line.split == "train" and line.step >= first]
-    night.num_attempts = round(sum(line.get("num_trajectories", 0.0) for line in lines))
+    num_updates, num, num_failed = (
+        round(sum(line.get(name, 0.0) for line in lines)) for name in ("num_updates", "num_trajectories", "num_failed")
+    )
+    night.num_attempts = num
     costs = [line["judge_usd"] for line in lines if "judge_usd" in line]
     night.cost_usd = sum(costs) if costs else None
+    if not num_updates:
+        why = result.closing["fault"] or f"no group of attempts differed in reward; {num_failed} of {num} failed"
+        night.outcome, night.reason = "no update", why
     found = choose(run, "newest")
-    if (fault := result.closing["fault"]) or not any(line.get("num_updates") for line in lines):
-        night.outcome, night.reason = "no update", fault or "no group of attempts differed in reward"
     night.candidate = str(found.path.relative_to(nights.run))
     nights.write(night)
 
