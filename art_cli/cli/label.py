@@ -58,6 +58,8 @@ def run(
     from art_cli.judges.files.run_labels import RunLabels
     from art_cli.runs.run_dir import RunDir
 
+    if metric is not None and is_report:
+        raise UsageError("--feedback adds labels; leave out --report")
     labels = RunLabels(RunDir(scored)) if scored.is_dir() else PersonLabels(scored)
     if metric is not None:
         _answer_by_feedback(labels, scored, metric)

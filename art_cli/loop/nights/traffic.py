@@ -38,8 +38,9 @@ def read_traffic(
 ) -> Traffic:
     """Returns the scenarios of the conversations in new files. Conversations that failed are left out.
 
-    Scenarios that resemble those on which candidates are `tested` are left out too. Raises DataError for unreadable
-    files and scenarios, and if the user's function fails.
+    Scenarios that resemble those on which candidates are `tested` are left out too, and so are conversations for which
+    the user's function fails, so that no client can stop the nights. Raises DataError for unreadable files, and if it
+    fails for most conversations.
     """
     convert: Convert = _first_call if config.scenario is None else plugins.resolve(config.scenario, base=base)
     named = config.scenario or "scenario"
@@ -50,17 +51,22 @@ def read_traffic(
     )
     wanted = {(path, id) for _, path, id in conversations[-READ_MORE * config.max_scenarios :]}
     found: list[tuple[float, Json]] = []
+    failures: list[str] = []
     for path in files:
         for each in read_lines(path, Trajectory):
             if (path, each.id) not in wanted:
                 continue
             entries = [msgspec.to_builtins(entry) for entry in feedback.get(each.id, [])]
             try:
-                scenario = convert(msgspec.to_builtins(each), entries)
-            except Exception as error:  # the boundary to the user's function
-                raise DataError(f"it raised {describe(error)} for conversation {each.id} of {path}", named) from error
-            if scenario is not None:
-                found.append((each.started_at, _checked(scenario, each, named)))
+                if (scenario := convert(msgspec.to_builtins(each), entries)) is not None:
+                    found.append((each.started_at, _checked(scenario, each, named)))
+            except Exception as error:  # the boundary to the user's function, and to what a client sent
+                failures.append(f"conversation {each.id} of {path}: {describe(error)}")
+    if failures:
+        text = f"{len(failures)} of {len(wanted)} conversations gave no scenario; the first: {failures[0]}"
+        if len(failures) > len(wanted) / 2:
+            raise DataError(text, named)
+        log.warning("%s: %s", named, text)
     found.sort(key=lambda pair: pair[0])
     joined = _joined([scenario for _, scenario in found], tested)[-config.max_scenarios :]
     return Traffic([str(path) for path in files], len(conversations), joined)

@@ -73,6 +73,16 @@ def test_a_wrong_function_is_one_line(tmp_path: Path, body: str, message: str) -
         read(tmp_path, "nothing.py:f")
 
 
+def test_a_conversation_that_breaks_the_function_stops_no_night(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = [conversation(number, f"{number} things to ask") for number in range(3)]
+    write_lines(tmp_path / "trajectories-20260101-000000.jsonl", [*found, conversation(3, "", messages=[{}])])
+    (tmp_path / "own.py").write_text("def f(conversation, feedback):\n    return {'a': conversation['messages'][-2]}\n")
+    assert len(read(tmp_path, "own.py:f").scenarios) == 3
+    assert "1 of 4 conversations gave no scenario" in caplog.text and "IndexError" in caplog.text
+
+
 def test_the_first_rating_of_a_conversation_during_the_canary_counts(tmp_path: Path) -> None:
     def entry(number: int, conversation: str, policy: str, value: Any, **more: Any) -> FeedbackEntry:
         fields: Json = {"id": str(number), "at": 100.0 + number, "client": "key 1", "answered_at": 50.0}
