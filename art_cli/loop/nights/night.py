@@ -288,6 +288,8 @@ async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
         why = result.closing["fault"] or f"no group of attempts differed in reward; {num_failed} of {num} failed"
         night.outcome, night.reason = "no update", why
     found = choose(run, "newest")
+    if not night.outcome and _digest(found.path) == _digest(baseline):
+        night.outcome, night.reason = "no update", "every update was taken back (train.max_kl)"
     night.candidate = str(found.path.relative_to(nights.run))
     nights.write(night)
 

@@ -8,7 +8,7 @@ Half of them rate, a tenth of these a day late; a tenth of the ratings is forged
 conversations, while requests are under way. Planted, by the number of the night:
 
     night 2   the judge breaks: rewards are turned round in training and gates
-    night 3   a regression: fifty times the learning rate
+    night 3   a regression: fifty times the learning rate, without the bound on a step's KL
     night 5   poisoned feedback: two in five ratings forged, half of them by one abusive client
     night 6   a hack: the reward is paid for a question instead of work, in training and gates
 
@@ -165,8 +165,8 @@ class Shop:
         is_open = bool(nights) and not nights[-1]["outcome"]
         number = len(nights) if is_open else len(nights) + 1
         fault = PLANTED.get(number, "")
-        # the default rate times fifty
-        more = ["train.learning_rate=0.02"] if fault == "regression" else []
+        # within the default bound, such a rate changes nothing
+        more = ["train.learning_rate=0.02", "train.max_kl=null"] if fault == "regression" else []
         result: dict[str, Any] = json.loads(self.art("improve", "--json", *more, fault=fault))
         return result
 

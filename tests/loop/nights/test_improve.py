@@ -225,6 +225,10 @@ def test_a_night_that_fails_says_why_and_is_given_up_after_three_tries(filled: P
     assert night["outcome"] == "no update" and "no shop" in night["reason"]
 
     shutil.rmtree(filled.root / "nights")
+    night = filled.improve("train.max_kl=1e-12")["night"]
+    assert night["outcome"] == "no update" and "train.max_kl" in night["reason"]
+
+    shutil.rmtree(filled.root / "nights")
     (checkpoint,) = filled.root.glob(f"{night['baseline']}/adapter_model.safetensors")
     checkpoint.chmod(0o600)
     checkpoint.write_bytes(b"damaged")
