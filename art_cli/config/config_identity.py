@@ -19,7 +19,7 @@ from art_cli.runtime.errors import printable
 NOT_TRAINING = frozenset(
     {
         # paths and observers
-        *("name", "runs", "store", "gateway", "tracker", "trackers", "stop", "shadow"),
+        *("name", "runs", "store", "gateway", "tracker", "trackers", "stop", "shadow", "improve"),
         # length of the run, and kept files
         *("train.steps", "train.keep_checkpoints", "train.keep_best", "train.record_learned"),
         # the judge's budget

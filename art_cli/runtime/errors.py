@@ -14,7 +14,8 @@ ArtError                      1    a failure that the user can fix; a single lin
     PeersLost                 1    learners: this machine's processes lost contact with another machine's
   RemoteError                 1    tinker: the Tinker server is lost, refuses, or is late
   DriftError                  1    engines, learners, loop, serving: engine and learner have different weights
-  CheckpointError             1    runs, models, learners, tinker, engines, loop: no valid or suitable checkpoint
+  CheckpointError             1    runs, models, learners, tinker, engines, loop, serving: no valid or suitable
+                                   checkpoint
     UncertainCheckpoint       1    runs: a checkpoint that may be intact, for example from a newer art
   RunError                    1    runs, loop, cli, judges, models, reports, serving: a run or output is locked, or
                                    belongs to a different configuration

@@ -42,7 +42,7 @@ def art(*words: object) -> str:
 
 
 def make_run(recipe: str, directory: Path, num_steps: int, num_groups: int | None) -> Path:
-    settings = [f"runs={directory}", f"train.steps={num_steps}", "eval=null", "train.decay=none"]
+    settings = [f"runs={directory}", f"train.steps={num_steps}", "eval=null"]
     settings += [] if num_groups is None else [f"rollout.groups_per_step={num_groups}"]
     art("train", ROOT / "recipes" / recipe / "config.yaml", *settings)
     return directory / recipe

@@ -82,7 +82,7 @@ def test_where_links_are_refused_a_run_has_copies_of_its_own(made: Made, monkeyp
     def link(source: str, target: str) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-    monkeypatch.setattr(base_cache.os, "link", link)
+    monkeypatch.setattr(os, "link", link)
     first, second = made.base(run="a"), made.base(run="b")
     assert made.num_made == 1 and not (first / WEIGHTS).samefile(second / WEIGHTS)
     assert (second / WEIGHTS).stat().st_mode & 0o200  # nobody else's bytes

@@ -263,6 +263,7 @@ def test_files_that_somebody_changed_are_one_line(filled: Project) -> None:
     path.unlink()
     assert "improve.canary.metric" in filled.art("improve", "improve.canary.metric=stars", code=2)
     assert "no improve section" in filled.art("improve", "improve=null", code=2)
+    filled.art("train", "train.steps=1", "improve.steps=7")  # the section is no part of a run's identity
     assert filled.art("improve", "--history") == "no night yet\n"
 
 
