@@ -24,7 +24,8 @@ ALWAYS = frozenset(
         *("logprob_gap", "logprob_gap_max", "peak_gb", "train_s"),
         # the rollouts give these (loop.batches)
         *("sample_s", "judge_s", "num_unscored", "tokens_sampled", "turns", "sample_tokens_per_s"),
-        *("num_without_turns", "num_limited", "num_policy_failed", "truncated_share", "staleness", "staleness_max"),
+        *("num_without_turns", "num_limited", "num_policy_failed", "failing_share", "truncated_share"),
+        *("staleness", "staleness_max"),
         # the run itself gives these
         *("probe_gap", "probe_undecided", "probe_share", "probe_share_error", "run_s"),
     }

@@ -22,6 +22,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -339,7 +340,8 @@ def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
 
     `truncated_share` is the share of replies that hit their length limit. `num_limited` counts rollouts that hit a turn
     or context limit, `num_policy_failed` the policy's own failures, `num_without_turns` successful rollouts without a
-    model call, `failed.KIND` failures.
+    model call, `failed.KIND` failures. `failing_share` is the share of scenarios of which at least half of the rollouts
+    failed.
     """
     rollouts = played.groups.done
     turns = [turn for rollout in rollouts for turn in rollout.turns]
@@ -353,12 +355,17 @@ def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
         "truncated_share": sum(turn.finish_reason == "length" for turn in turns) / max(len(turns), 1),
         "num_limited": sum(each.limit is not None for each in rollouts),
         "num_policy_failed": sum(bool(each.failure) for each in rollouts),
+        "failing_share": fmean(map(_is_failing, group(rollouts).values())) if rollouts else 0.0,
     }
     if played.played_now and played.sample_s:
         numbers["sample_tokens_per_s"] = _num_tokens(played.played_now) / played.sample_s
     kinds = [each.error.partition(":")[0] for each in rollouts if each.error is not None]
     failures = Counter(re.sub(r"\W", "_", kind, flags=re.ASCII)[:40] for kind in kinds)
     return numbers | {f"failed.{kind}": num for kind, num in failures.most_common(MAX_KINDS)}
+
+
+def _is_failing(attempts: Sequence[Trajectory]) -> bool:
+    return 2 * sum(each.error is not None for each in attempts) >= len(attempts)
 
 
 def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:

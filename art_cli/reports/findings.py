@@ -427,15 +427,22 @@ def _judge_changed(updates: Sequence[UpdateNumbers]) -> Iterator[RunFinding]:
 
 
 def _failing_pays(updates: Window) -> RunFinding | None:
-    """Compares the latest updates with the first ones. Failed attempts have no reward, so the mean is the others'."""
+    """Compares the latest updates with the first ones. Failed attempts have no reward, so the mean is the others'.
+
+    A policy that fails on purpose in a few scenarios is found by the share of failing scenarios.
+    """
     first, now = updates[:STREAK], updates[-STREAK:]
-    failed = [_mean(span, "num_failed") / _mean(span, "num_trajectories") for span in (first, now)]
     rewards = [_mean(span, "reward_mean") for span in (first, now)]
-    has_risen = failed[1] - failed[0] >= FAILURES / 2 and rewards[1] > rewards[0]  # NaN: no
-    if len(updates) < 2 * STREAK or not has_risen:
+    shares = {
+        "failed rollouts": [_mean(span, "num_failed") / _mean(span, "num_trajectories") for span in (first, now)],
+        "scenarios of which most rollouts failed": [_mean(span, "failing_share") for span in (first, now)],
+    }
+    risen = [(name, its) for name, its in shares.items() if its[1] - its[0] >= FAILURES / 2]  # NaN: no
+    if len(updates) < 2 * STREAK or not risen or not rewards[1] > rewards[0]:
         return None
+    what, failed = risen[0]
     text = (
-        f"failed rollouts rose from {failed[0]:.0%} to {failed[1]:.0%} while the reward of the others rose from "
+        f"{what} rose from {failed[0]:.0%} to {failed[1]:.0%} while the reward of the others rose from "
         f"{rewards[0]:.2g} to {rewards[1]:.2g}{mostly(now)}: failing may pay"
     )
     return RunFinding("failing_pays", *_ends(now), text, [], SCORE_FAILURES)

@@ -173,6 +173,23 @@ def test_failures_that_rise_with_the_others_reward_are_a_finding() -> None:
             assert "rollout.failures" in found[0].cure
 
 
+def test_a_few_scenarios_that_begin_to_fail_are_a_finding() -> None:
+    """One scenario of eight, half of its attempts: 6 % of all."""
+    rows = [
+        {
+            "num_trajectories": 64.0,
+            "num_failed": 4.0 * late,
+            "failing_share": 0.125 * late,
+            "reward_mean": 0.4 + 0.1 * late,
+        }
+        for late in [0.0] * 5 + [1.0] * 5
+    ]
+    (found,) = find(History([UpdateNumbers(number, row) for number, row in enumerate(rows, 1)], []))
+    assert found.kind == "failing_pays" and found.text.startswith(
+        "scenarios of which most rollouts failed rose from 0%"
+    )
+
+
 def _updates(**series: list[float]) -> list[UpdateNumbers]:
     rows = zip(*series.values(), strict=True)
     return [UpdateNumbers(number, dict(zip(series, row, strict=True))) for number, row in enumerate(rows, 1)]
