@@ -8,8 +8,8 @@
     python -m benchmarks.judges.own_judge --train     # then trains with the judge, a cascade, and the teacher
 
 A run makes attempts. The judge learns from the first steps. It is measured on held-out requests of these, and on the
-last step's attempts, by a policy that has learned since. Then the judge and the recipe's own reward score the last step
-as a cascade, and the calls of the second are counted.
+attempts of the last two steps, by a policy that has learned since. Then the judge and the recipe's own reward score
+these as a cascade, and the calls of the second are counted.
 """
 
 import argparse
@@ -121,13 +121,15 @@ def main() -> None:
         run = options.run or make_run(options.recipe, directory, options.made, options.groups)
         files = sorted(run.glob("step_*/scored.jsonl"))
         start, judge, data = time.monotonic(), directory / "judge", files[: options.steps]
+        present = directory / "present.jsonl"  # the last two steps: in a single one perhaps every attempt is right
+        present.write_bytes(b"".join(file.read_bytes() for file in files[max(options.steps, len(files) - 2) :]))
         if options.thumbs:
             data = [thumbs(data, options.thumbs, directory / "thumbs.jsonl")]
         learned = ["reward", *data, "-o", judge, f"reward.epochs={options.epochs}", "--json"]
-        result = json.loads(art(*learned, "--base", "builtin:smollm2-135m", "--present", files[-1]))
+        result = json.loads(art(*learned, "--base", "builtin:smollm2-135m", "--present", present))
         print(table(result, f"{(time.monotonic() - start) / 60:.1f}"))
         if not options.thumbs:
-            print(cascade_calls(files[-1], judge))
+            print(cascade_calls(present, judge))
         if options.train:
             print(train_with(options.recipe, directory, judge))
 
