@@ -54,11 +54,11 @@ class Pilots:
             self._whole = learner.gradient.look_ahead(whole, Pass(0, StepStatistics()), always=True)
 
     def take(self, rate: float) -> Pilot:
-        """Takes a full step at this rate, without rate warm-up, and undoes it."""
+        """Takes a full step at this rate, without rate warm-up and without the bound on its KL, and undoes it."""
         learner, own = self.learner, self.learner.train_config
         begin, kl, clipped, is_failed = time.perf_counter(), math.nan, math.nan, False
         try:
-            _set(learner, own.model_copy(update={"learning_rate": rate, "warmup_steps": 0}))
+            _set(learner, own.model_copy(update={"learning_rate": rate, "warmup_steps": 0, "max_kl": None}))
             clipped = learner.step(self.groups).clip_fraction
             seconds = time.perf_counter() - begin
             with self._running():

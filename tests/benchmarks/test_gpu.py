@@ -49,7 +49,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
         wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") > 1, 300, while_running=begun)
         begun.send_signal(signal.SIGINT)
         printed = begun.communicate(timeout=120)[0]
-    assert begun.returncode == 130 and ": interrupted" in (work / "GPU.md").read_text(), printed
+    assert begun.returncode == 130 and path.read_bytes().count(b"\n") < 4, printed  # the base and some of the rows
     kept = json.loads(path.read_text().splitlines()[1])["row"]
     done = subprocess.run([*told, *(ROWS.keys() - SAME.keys())], cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0 and f"{kept}-small: kept" in done.stdout, done.stdout + done.stderr
