@@ -434,7 +434,7 @@ def _failing_pays(updates: Window) -> RunFinding | None:
     first, now = updates[:STREAK], updates[-STREAK:]
     rewards = [_mean(span, "reward_mean") for span in (first, now)]
     shares = {
-        "failed rollouts": [_mean(span, "num_failed") / _mean(span, "num_trajectories") for span in (first, now)],
+        "failed rollouts": [_failed_share(span) for span in (first, now)],
         "scenarios of which most rollouts failed": [_mean(span, "failing_share") for span in (first, now)],
     }
     risen = [(name, its) for name, its in shares.items() if its[1] - its[0] >= FAILURES / 2]  # NaN: no
@@ -446,6 +446,11 @@ def _failing_pays(updates: Window) -> RunFinding | None:
         f"{rewards[0]:.2g} to {rewards[1]:.2g}{mostly(now)}: failing may pay"
     )
     return RunFinding("failing_pays", *_ends(now), text, [], SCORE_FAILURES)
+
+
+def _failed_share(window: Window) -> float:
+    shares = [share for update in window if (share := update.per_attempt("num_failed")) is not None]
+    return fmean(shares) if shares else math.nan
 
 
 def _cascade_drifted(updates: Sequence[UpdateNumbers]) -> Iterator[RunFinding]:
