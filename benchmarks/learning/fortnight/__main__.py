@@ -233,7 +233,7 @@ async def without(shop: Shop, days: int, num: int) -> list[Conversation]:
     agent = _agent(shop)
     try:
         users = Users(url, agent, shop.seed)
-        for day in (d for d in (4, 11) if d <= days):
+        for day in (d for d in (4, 9) if d <= days):
             await users.chat(
                 agent.make_scenarios(f"without-{day}-{shop.seed}", 1 if day <= 7 else 2, num), day, rates=False
             )
