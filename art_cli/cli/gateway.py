@@ -141,17 +141,16 @@ def _policy_engine(
     from art_cli.loop.decide import decide_engine
     from art_cli.loop.references import check_ready
     from art_cli.loop.stage_policy import find_policy, open_policy
-    from art_cli.runs.run_checkpoints import log_policy, option
+    from art_cli.runs.run_checkpoints import log_policy
     from art_cli.runs.system_prompt import is_prompt
 
     logs, directory, run = loaded.trajectories / "logs", loaded.directory, loaded.run
     if run is None or not engine_traits(loaded.engine, directory).can_train:
-        if checkpoint is not None or which != "offered":
-            named = f"--checkpoint {checkpoint}" if checkpoint is not None else option(which)
-            raise UsageError(f"{named}: engine {loaded.engine.name!r} answers with its own model; leave one out")
-        log_policy(loaded.name, "the engine's own model")
         if is_following:
             raise UsageError("--follow: there is no run to follow; name a configuration with model and rollout")
+        if named := _named(checkpoint, which):
+            raise UsageError(f"{named}: engine {loaded.engine.name!r} answers with its own model; leave one out")
+        log_policy(loaded.name, "the engine's own model")
         yield _Made(make_engine(loaded.engine, None, name=loaded.name, logs=logs, directory=directory), None, 0, None)
         return
     if is_following:
@@ -171,13 +170,11 @@ def _policy_engine(
 def _served_run(run: "LoadedConfig", checkpoint: Path | None, which: "Which", logs: Path) -> "ServedRun":
     from art_cli.loop.decide import decide_engine
     from art_cli.loop.references import check_ready
-    from art_cli.runs.run_checkpoints import option
     from art_cli.runs.run_dir import RunDir
     from art_cli.serving.gateway.served_run import ServedRun
     from art_cli.serving.served_policies import ENGINES, Loader
 
-    if checkpoint is not None or which != "offered":
-        named = f"--checkpoint {checkpoint}" if checkpoint is not None else option(which)
+    if named := _named(checkpoint, which):
         raise UsageError(f"--follow takes what the run offers; leave out {named}")
     files = RunDir(run.config.runs / run.config.name)
     if not files.checkpoint_steps():
@@ -189,6 +186,13 @@ def _served_run(run: "LoadedConfig", checkpoint: Path | None, which: "Which", lo
             f"--follow: engine {engine.name!r} cannot change checkpoints here; take {' or '.join(ENGINES)}"
         )
     return ServedRun(files, Loader(engine, logs), name=run.config.name)
+
+
+def _named(checkpoint: Path | None, which: "Which") -> str:
+    """Returns the option that names a checkpoint, "" without one."""
+    from art_cli.runs.run_checkpoints import option
+
+    return f"--checkpoint {checkpoint}" if checkpoint is not None else option(which)
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,6 @@ judge is disabled until the next start.
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from art_cli.judges import Judge, Verdict, make_judge
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import describe, printable
+from art_cli.runtime.lots import is_drawn
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +88,7 @@ class ShadowJudges:
 
 def is_chosen(name: str, trajectory: Trajectory, share: float) -> bool:
     """Returns whether a shadow judge scores this trajectory's group. Stable across restarts."""
-    digest = hashlib.sha256(f"{name}\0{trajectory.group_id}".encode(errors="replace")).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
+    return is_drawn(f"{name}\0{trajectory.group_id}", share)
 
 
 def named_score(name: str, verdict: Verdict) -> Score:

@@ -23,6 +23,7 @@ from art_cli.rollouts.tables import Columns, TableRow, is_table, table_scenarios
 from art_cli.rollouts.tables.columns import brief, check_id
 from art_cli.runs import json_lines
 from art_cli.runtime.errors import DataError, describe
+from art_cli.runtime.lots import is_drawn
 from art_cli.runtime.plugins import resolve
 
 Json = dict[str, Any]
@@ -208,7 +209,7 @@ class Overlap(NamedTuple):
 
 def is_held_out(id: str | int, share: float) -> bool:
     """Returns whether the scenario belongs to the held-out share."""
-    return int.from_bytes(hashlib.sha256(f"held out/{id}".encode()).digest()[:8]) < share * 2**64
+    return is_drawn(f"held out/{id}", share)
 
 
 class RunScenarios:

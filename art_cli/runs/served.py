@@ -4,7 +4,6 @@ runs/NAME/served.json. Without the file a run has no canary and offers its best 
 """
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import msgspec
 
 from art_cli.runs.durable import lock_directory, read_object, write_file
 from art_cli.runtime.errors import DataError, one_line
+from art_cli.runtime.lots import is_drawn
 
 SERVED_FILE = "served.json"
 
@@ -26,8 +26,7 @@ class Canary(msgspec.Struct, frozen=True):
 
     def answers(self, conversation: str) -> bool:
         """Returns True for `share` of the conversations, always the same for the same conversation."""
-        digest = hashlib.sha256(f"{self.salt}/{conversation}".encode()).digest()
-        return int.from_bytes(digest[:8]) < self.share * 2**64
+        return is_drawn(f"{self.salt}/{conversation}", self.share)
 
 
 class Served(msgspec.Struct, frozen=True):

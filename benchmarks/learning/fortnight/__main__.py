@@ -142,7 +142,7 @@ class Shop:
     def __init__(self, directory: Path, seed: int) -> None:
         self.directory, self.root, self.seed = directory, directory / "runs" / "shop", seed
         directory.mkdir(parents=True, exist_ok=True)
-        for file in (RECIPE / "desk.py", HERE / "agent.py"):
+        for file in (RECIPE / "desk.py", RECIPE / "rollout.py", HERE / "agent.py"):
             shutil.copy(file, directory)
         config = {**CONFIG, "train": {**CONFIG["train"], "seed": seed}}
         (directory / "config.yaml").write_text(yaml.safe_dump(config))
@@ -248,7 +248,7 @@ def _agent(shop: Shop) -> Any:
 
     if str(shop.directory) not in sys.path:
         sys.path.insert(0, str(shop.directory))
-    for name in ("desk", "agent"):
+    for name in ("desk", "rollout", "agent"):
         sys.modules.pop(name, None)
     return importlib.import_module("agent")
 

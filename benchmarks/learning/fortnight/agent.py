@@ -8,23 +8,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from desk import make_request, read_call  # beside this file in the project
+from desk import make_request, read_call  # the recipe's files, beside this one in the project
+from rollout import EXAMPLES, SYSTEM
 
-EXAMPLES = [  # of rollout.py
-    "I am customer 1234. When does my order 5678 arrive?",
-    '{"order": "5678"}',
-    "Result: order 5678 arrives on Sunday",
-    "Sunday",
-    "Max asks: what is the phone number of Zoe?",
-    '{"customer": "Zoe"}',
-    "Result: customer Zoe has the phone 555123",
-    "555123",
-    "Max has a bed. How much is a sofa?",
-    '{"product": "sofa"}',
-    "Result: product sofa costs 180 euros",
-    "180",
-]
-SYSTEM = "You help the customers of a shop. Call a tool with one JSON object, then answer in one word."
 WISHES = {1: {"order": 0.6, "customer": 0.4, "product": 0.0}, 2: {"order": 0.1, "customer": 0.1, "product": 0.8}}
 FAULT = "ART_BENCHMARK_FAULT"  # judge: rewards are turned round; asks: a question is all that counts
 
