@@ -27,7 +27,16 @@ from art_cli.runs.run_checkpoints import choose, fork, run_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import Canary, Served, changing, read_served, write_served
 from art_cli.runs.trajectory import Json, Trajectory
-from art_cli.runtime.errors import ArtError, CheckpointError, DataError, Interrupted, Paused, RunError, one_line
+from art_cli.runtime.errors import (
+    ArtError,
+    CheckpointError,
+    DataError,
+    Interrupted,
+    Paused,
+    RunError,
+    UsageError,
+    one_line,
+)
 from art_cli.runtime.scratch import make_directory
 
 log = logging.getLogger(__name__)
@@ -126,8 +135,11 @@ async def improve(loaded: LoadedConfig) -> Improved:
     tries.
     """
     config, nights = _section(loaded), Nights(loaded.config.runs / loaded.config.name)
-    gates = [evaluate.parse_gate(text, (BASELINE, CANDIDATE)) for text in config.gates.values()]
-    evaluate.check_gates(gates, CANDIDATE)
+    for name, text in config.gates.items():
+        try:
+            evaluate.check_gates([evaluate.parse_gate(text, (BASELINE, CANDIDATE))], CANDIDATE)
+        except UsageError as error:
+            raise UsageError(f"improve.gates.{name}: {str(error).removeprefix('--gate').lstrip(': ')}") from None
     if not RunDir(nights.run).checkpoint_steps():
         raise RunError(f"{nights.run}: no checkpoint to improve; `art train` makes the first one")
     make_directory(nights.root)

@@ -262,6 +262,8 @@ def test_files_that_somebody_changed_are_one_line(filled: Project) -> None:
     assert str(path.name) in filled.art("improve", code=1)
     path.unlink()
     assert "improve.canary.metric" in filled.art("improve", "improve.canary.metric=stars", code=2)
+    typo = filled.art("improve", "improve.gates={traffic: 'rewrd>=baseline'}", code=2)
+    assert "improve.gates.traffic: no metric 'rewrd'" in typo
     assert "no improve section" in filled.art("improve", "improve=null", code=2)
     filled.art("train", "train.steps=1", "improve.steps=7")  # the section is no part of a run's identity
     assert filled.art("improve", "--history") == "no night yet\n"
