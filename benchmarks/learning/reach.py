@@ -18,6 +18,8 @@ with the first window of at least 64 attempts whose mean reward is above it.
 import argparse
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -37,6 +39,8 @@ from benchmarks.speed.loop_shapes import SHAPES
 ROWS = ROOT / "benchmarks" / "results" / "reach.jsonl"
 SHAPE = SHAPES["demo"]
 DEADLINE_S = 6 * 3600.0  # longest time for one run
+EVERY = 64  # attempts between two evaluations
+TRL_BATCH = 32  # attempts in one forward pass of TRL's training
 WINDOW = 64  # attempts over which a reward is averaged
 SIDES = {
     "default": (),
@@ -53,19 +57,25 @@ class Task(NamedTuple):
     target: float
 
 
+def _made(name: str, attempts: int, target: float) -> Task:
+    return Task(ROOT / "benchmarks" / "learning" / "tasks" / f"{name}.yaml", attempts, target)
+
+
 TASKS = {
     "assistant": Task(SHAPE.config, 896, 0.9),
-    "parcels": Task(ROOT / "benchmarks" / "learning" / "tasks" / "parcels.yaml", 640, 0.6),
+    "parcels": _made("parcels", 640, 0.6),
+    "mail": _made("mail", 512, 0.9),
+    "rooms": _made("rooms", 512, 0.9),
+    "orders": _made("orders", 512, 0.9),
 }
 
 
 def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[str, Any]:
     """Returns the row of one run of `art train`, which is continued if it is there."""
-    settings = list(SIDES.get(side, side.split()))
+    settings = [*SIDES.get(side, side.split())]
     rollout = load_config(task.config, settings).config.rollout
     of_step = rollout.group_size * (rollout.groups_per_step - rollout.num_replays)
-    attempts = task.attempts // 2 if side == "few" else task.attempts
-    settings += [f"train.steps={attempts // of_step}", f"eval.every={2 * WINDOW // of_step}"]
+    settings += [f"train.steps={task.attempts // of_step}", f"eval.every={max(1, EVERY // of_step)}"]
     settings += [f"train.seed={seed}", f"name={name}", f"runs={runs}"]
     _python("-m", "art_cli", "train", str(task.config), *settings)
     return read_art(RunDir(runs / name))
@@ -78,27 +88,54 @@ def read_art(run: RunDir) -> dict[str, Any]:
     return {"attempts": played, "rewards": [metrics["reward_mean"] for metrics in lines], "right": right}
 
 
-def train_trl(base: Path, runs: Path, name: str, seed: int, task: Task) -> dict[str, Any]:
+def train_demo_in_trl(base: Path, seed: int, task: Task) -> dict[str, Any]:
+    """Returns the row of one run of the demo as a TRL script: its agent calls tools, which `trl_side` does not play."""
     loaded = load_config(SHAPE.config, [f"model.base={base}"])
-    rate = decide_by_base(loaded, str(base)).config.train.rate
-    settings = [f"train.seed={seed}", f"train.learning_rate={rate}"]
-    steps = 2 * task.attempts // WINDOW
-    told = [SHAPE.name, str(base), *SHAPE.trl, "--steps", str(steps), "--until", str(task.target), *settings]
-    _python("-m", "benchmarks.speed.loop_trl", *told, output=runs / f"{name}.jsonl")
-    lines = (runs / f"{name}.jsonl").read_text().splitlines()
+    settings = [f"train.seed={seed}", f"train.learning_rate={decide_by_base(loaded, str(base)).config.train.rate}"]
+    steps = str(2 * task.attempts // WINDOW)
+    told = [SHAPE.name, str(base), *SHAPE.trl, "--steps", steps, "--until", str(task.target), *settings]
+    lines = _python("-m", "benchmarks.speed.loop_trl", *told).splitlines()
     rewards = [json.loads(line)["reward"] for line in lines if line.startswith("{")]
     return {"attempts": [WINDOW] * len(rewards), "rewards": rewards}
 
 
-def _python(*arguments: str, output: Path = Path(os.devnull)) -> None:
+def train_trl(task: Task, start: RunDir, side: str, out: Path, seed: int) -> dict[str, Any]:
+    """Returns the row of one run of TRL's trainer, with the base and adapter from which the run `start` starts.
+
+    Words of the side with `rollout.` change the scene; the others are settings of GRPOConfig.
+    """
+    rate = json.loads(start.config_path.read_text())["train"]["learning_rate"]
+    settings = [f"learning_rate={rate}", *side.split()[1:]]
+    scene = [setting for setting in settings if setting.startswith("rollout.")]
+    rollout = load_config(task.config, scene).config.rollout
+    of_step = rollout.group_size * rollout.groups_per_step
+    steps, every = task.attempts // of_step, max(1, EVERY // of_step)
+    told = [str(task.config), *scene, "--base", str(start.base), "--start", str(start.checkpoint_path(0))]
+    told += ["--out", str(out), "--steps", str(steps), "--every", str(every), "--seed", str(seed)]
+    told += ["--batch", str(min(TRL_BATCH, of_step))]
+    told += [word for setting in settings if setting not in scene for word in ("--set", setting)]
+    shutil.rmtree(out, ignore_errors=True)
+    rewards = json.loads(_python("-m", "benchmarks.learning.trl_side", *told).splitlines()[-1])["rewards"]
+    right = {0: start.evaluations()[0]["right"]}
+    for step in range(every, steps + 1, every):
+        told = [
+            "--checkpoint",
+            str(RunDir(out).checkpoint_path(step)),
+            f"model.base={start.base}",
+            f"runs={out.parent}",
+        ]
+        found = json.loads(_python("-m", "art_cli", "eval", str(task.config), *told, "--json"))
+        right[step * of_step] = next(row["mean"] for row in found["metrics"] if row["metric"] == "right")
+    return {"attempts": [of_step] * len(rewards), "rewards": rewards, "right": right}
+
+
+def _python(*arguments: str) -> str:
     environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments]
-    with output.open("w") as file:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S
-        )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-800:]}")
+    return done.stdout
 
 
 def reached(row: dict[str, Any], target: float) -> int | None:
@@ -135,6 +172,11 @@ def table(rows: Sequence[dict[str, Any]], name: str) -> str:
     return "\n".join(lines)
 
 
+def _name(task: str, side: str, seed: int) -> str:
+    """Returns the name of a run's directory."""
+    return re.sub(r"[^a-z0-9_.-]+", "-", f"{task}-{side}-{seed}".lower())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
@@ -148,13 +190,16 @@ def main() -> None:
     given.runs.mkdir(parents=True, exist_ok=True)
     plan = [(task, side, seed) for task in given.only for seed in given.seeds for side in given.sides]
     for task, side, seed in plan if not given.table else []:
-        if (task, side, seed) in known or (side == "trl" and task != "assistant"):
+        if (task, side, seed) in known:
             continue
-        name = f"{task}-{side}-{seed}".replace(" ", "_").replace("=", "-")
-        if side == "trl":
-            found = train_trl(make_base(SHAPE, given.runs), given.runs, name, seed, TASKS[task])
+        run = RunDir(given.runs / _name(task, side, seed))
+        if side == "trl" and task == "assistant":
+            found = train_demo_in_trl(make_base(SHAPE, given.runs), seed, TASKS[task])
+        elif side.startswith("trl"):
+            start = RunDir(given.runs / _name(task, "default", seed))
+            found = train_trl(TASKS[task], start, side, run.root, seed)
         else:
-            found = train_art(TASKS[task], side, given.runs, name, seed)
+            found = train_art(TASKS[task], side, given.runs, run.root.name, seed)
         rows.append({"task": task, "side": side, "seed": seed, **found})
         append_row(ROWS, rows[-1])
     print("\n\n".join(table(rows, task) for task in given.only))

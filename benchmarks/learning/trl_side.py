@@ -5,7 +5,8 @@
 The rollout function is called as it is, with a client that asks TRL's model: `rollout_func` plays all attempts of a
 step at once, and each `generate` answers every attempt that waits. What the environment adds between two replies is in
 the completion, and left out of the loss by `env_mask`. The adapter is written as a checkpoint every few steps, so that
-`art eval` plays the same evaluation with it. The last line of stdout is a JSON object: the entropy of the last step.
+`art eval` plays the same evaluation with it. The last line of stdout is a JSON object: the entropy of the last step,
+and the mean reward of each step. A step's attempts are trained on `num_iterations` times.
 """
 
 import argparse
@@ -231,8 +232,9 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     trainer.add_callback(_saver(given))
     save(trainer.model, given, 0)
     trainer.train()
-    entropies = [line["entropy"] for line in trainer.state.log_history if "entropy" in line]
-    return {"entropy": entropies[-1]}
+    said = trainer.state.log_history
+    rewards = [line["reward"] for line in said if "reward" in line]
+    return {"entropy": [line["entropy"] for line in said if "entropy" in line][-1], "rewards": rewards}
 
 
 def _saver(given: argparse.Namespace) -> Any:
@@ -240,8 +242,9 @@ def _saver(given: argparse.Namespace) -> Any:
 
     class Saver(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: object) -> None:
-            if state.global_step % given.every == 0 or state.global_step == given.steps:
-                save(model, given, state.global_step)
+            step, rest = divmod(state.global_step, args.num_iterations)
+            if rest == 0 and (step % given.every == 0 or step == given.steps):
+                save(model, given, step)
 
     return Saver()
 
@@ -269,7 +272,7 @@ def _arguments(config: Any, given: argparse.Namespace) -> Any:
     }
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
-        max_steps=given.steps,
+        max_steps=given.steps * int(dict(given.set).get("num_iterations", 1)),
         per_device_train_batch_size=given.batch,
         gradient_accumulation_steps=config.group_size * config.groups_per_step // given.batch,
         num_generations=config.group_size,

@@ -41,4 +41,5 @@ async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
         model=policy.model, messages=[{"role": "user", "content": question}]
     )
     numbers = re.findall(r"\d{5}", reply.choices[0].message.content or "")
-    return Outcome(reward=float(numbers == [scenario["order"]]), metrics={"named": scenario["order"] in numbers})
+    is_right = numbers == [scenario["order"]]
+    return Outcome(reward=float(is_right), metrics={"right": is_right, "named": scenario["order"] in numbers})
