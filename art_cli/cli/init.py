@@ -26,11 +26,11 @@ rollout:
   environment:
     name: {name}
 {args}    size: 1000  # scenarios, each with a seed of its own
-  group_size: 8
+  group_size: 4
   groups_per_step: 4
   max_turns: {turns}
   sampling: {{max_tokens: 64}}
-train: {{steps: 10}}
+train: {{steps: 20}}
 eval: {{held_out: 0.02, every: 5}}  # a share of the scenarios that is never trained on
 """
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # generated files

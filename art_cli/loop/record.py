@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 OLDER_RATE = 1e-5  # learning rate of runs whose record lacks one
 MAX_DRAWING = 256 * 2**10  # maximum size of a drawing, in bytes
 OPEN = ("model.dtype", "train.learning_rate", "train.max_kl")  # keys that may stay `auto` until the base model is known
-KEPT = ("train.max_kl", "loss.scale_advantages")  # a run keeps its values when the defaults change
+# a run keeps its values when the defaults change
+KEPT = ("train.max_kl", "loss.scale_advantages", "rollout.group_size", "rollout.groups_per_step")
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
 

@@ -47,8 +47,8 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "mail": Task("benchmarks/learning/tasks/mail.yaml", 6),  # a real model, an adapter
-    "mail-whole": Task("benchmarks/learning/tasks/mail.yaml", 6, ("model.lora=null",)),
+    "mail": Task("benchmarks/learning/tasks/mail.yaml", 6, ("attempts=many",)),  # a real model, an adapter
+    "mail-whole": Task("benchmarks/learning/tasks/mail.yaml", 6, ("attempts=many", "model.lora=null")),
     "tictactoe": Task("recipes/tictactoe/config-groups.yaml", 40),  # a random model, whole weights
     "tictactoe-lora": Task("recipes/tictactoe/config-groups.yaml", 40, ("model.lora={rank: 16, alpha: 32}",)),
     "sorting": Task("benchmarks/learning/tasks/sorting.yaml", 40),

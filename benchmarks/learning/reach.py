@@ -2,13 +2,20 @@
 
     python -m benchmarks.learning.reach                                  # all that is missing; hours on two cores
     python -m benchmarks.learning.reach --only parcels --seeds 0
-    python -m benchmarks.learning.reach --only parcels --sides default "rollout.groups_per_step=4"
+    python -m benchmarks.learning.reach --only parcels --sides default "rollout.groups_per_step=8"
     python -m benchmarks.learning.reach --table                          # runs nothing; prints the tables
 
-A side is `default`, `before` (advantages divided by the deviation, no bound on a step), `few` (attempts=few),
-`trl`, or settings of `art train` with spaces between them. All sides share base, adapter and the order of scenarios.
-All play the same attempts in total, but `few`, which plays half of them. TRL's is benchmarks/speed/loop_trl.py at the
-fastest of its settings, for the assistant alone.
+A side is one of SIDES, settings of `art train` with spaces between them, or `trl` and settings of GRPOConfig.
+
+    default     steps of 4 groups of 4 attempts
+    large       steps of 8 groups of 8, the default before
+    before      the same with advantages divided by the deviation and no bound on a step: the default before it
+    trl         TRL's GRPOTrainer with steps of 8 groups of 8, each trained on four times
+    trl small   the same with the default's steps
+
+All sides share base, adapter and the order of scenarios. A side of small steps plays half of the attempts. TRL's
+trainer plays the same rollout function (trl_side.py); the assistant's agent calls tools, so its TRL side is
+benchmarks/speed/loop_trl.py at the fastest of its settings.
 
 Every run is a row of benchmarks/results/reach.jsonl: the attempts and the mean reward of each step, and the share of
 right answers among held-out scenarios by attempts. Rows that are there are not run again. A run has reached the target
@@ -42,10 +49,13 @@ DEADLINE_S = 6 * 3600.0  # longest time for one run
 EVERY = 64  # attempts between two evaluations
 TRL_BATCH = 32  # attempts in one forward pass of TRL's training
 WINDOW = 64  # attempts over which a reward is averaged
+LARGE = ("rollout.group_size=8", "rollout.groups_per_step=8")
 SIDES = {
     "default": (),
-    "before": ("loss.scale_advantages=true", "train.max_kl=null"),
-    "few": ("attempts=few",),
+    "large": LARGE,
+    "before": (*LARGE, "loss.scale_advantages=true", "train.max_kl=null"),
+    "trl": (*LARGE, "num_iterations=4"),
+    "trl small": ("num_iterations=4",),
 }
 
 
@@ -62,7 +72,7 @@ def _made(name: str, attempts: int, target: float) -> Task:
 
 
 TASKS = {
-    "assistant": Task(SHAPE.config, 896, 0.9),
+    "assistant": Task(SHAPE.config, 768, 0.9),
     "parcels": _made("parcels", 640, 0.6),
     "mail": _made("mail", 512, 0.9),
     "rooms": _made("rooms", 512, 0.9),
@@ -75,7 +85,8 @@ def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[s
     settings = [*SIDES.get(side, side.split())]
     rollout = load_config(task.config, settings).config.rollout
     of_step = rollout.group_size * (rollout.groups_per_step - rollout.num_replays)
-    settings += [f"train.steps={task.attempts // of_step}", f"eval.every={max(1, EVERY // of_step)}"]
+    steps, every = _num_steps(task, of_step)
+    settings += [f"train.steps={steps}", f"eval.every={every}"]
     settings += [f"train.seed={seed}", f"name={name}", f"runs={runs}"]
     _python("-m", "art_cli", "train", str(task.config), *settings)
     return read_art(RunDir(runs / name))
@@ -105,11 +116,11 @@ def train_trl(task: Task, start: RunDir, side: str, out: Path, seed: int) -> dic
     Words of the side with `rollout.` change the scene; the others are settings of GRPOConfig.
     """
     rate = json.loads(start.config_path.read_text())["train"]["learning_rate"]
-    settings = [f"learning_rate={rate}", *side.split()[1:]]
+    settings = [f"learning_rate={rate}", *SIDES.get(side, side.split()[1:])]
     scene = [setting for setting in settings if setting.startswith("rollout.")]
     rollout = load_config(task.config, scene).config.rollout
     of_step = rollout.group_size * rollout.groups_per_step
-    steps, every = task.attempts // of_step, max(1, EVERY // of_step)
+    steps, every = _num_steps(task, of_step)
     told = [str(task.config), *scene, "--base", str(start.base), "--start", str(start.checkpoint_path(0))]
     told += ["--out", str(out), "--steps", str(steps), "--every", str(every), "--seed", str(seed)]
     told += ["--batch", str(min(TRL_BATCH, of_step))]
@@ -127,6 +138,12 @@ def train_trl(task: Task, start: RunDir, side: str, out: Path, seed: int) -> dic
         found = json.loads(_python("-m", "art_cli", "eval", str(task.config), *told, "--json"))
         right[step * of_step] = next(row["mean"] for row in found["metrics"] if row["metric"] == "right")
     return {"attempts": [of_step] * len(rewards), "rewards": rewards, "right": right}
+
+
+def _num_steps(task: Task, of_step: int) -> tuple[int, int]:
+    """Returns the steps of a run, and between two evaluations. A run of small steps plays half of the attempts."""
+    attempts = task.attempts if of_step >= WINDOW else task.attempts // 2
+    return attempts // of_step, max(1, EVERY // of_step)
 
 
 def _python(*arguments: str) -> str:
@@ -152,13 +169,20 @@ def reached(row: dict[str, Any], target: float) -> int | None:
     return None
 
 
+def _first_right(row: dict[str, Any], target: float) -> int | str:
+    """Returns the attempts before the first evaluation with this share of right answers."""
+    right = {int(attempts): share for attempts, share in row.get("right", {}).items()}
+    return min((attempts for attempts, share in right.items() if share >= target), default="never" if right else "-")
+
+
 def table(rows: Sequence[dict[str, Any]], name: str) -> str:
     """Returns a Markdown table of a task's sides."""
     target, sides = TASKS[name].target, defaultdict(list)
     for row in rows:
         if row["task"] == name:
             sides[row["side"]].append(row)
-    lines = [f"| {name} | seeds | attempts to {target:g} | right by attempts, held out |", "|---|---|---|---|"]
+    head = f"| {name} | seeds | attempts to {target:g} of the reward | to {target:g} right, held out |"
+    lines = [f"{head} right by attempts, held out |", "|---|---|---|---|---|"]
     for side, of_side in sides.items():
         of_side.sort(key=lambda row: int(row["seed"]))
         taken = [reached(row, target) or f"above {sum(row['attempts'])}" for row in of_side]
@@ -167,7 +191,8 @@ def table(rows: Sequence[dict[str, Any]], name: str) -> str:
             for attempts, share in row.get("right", {}).items():
                 right[int(attempts)].append(share)
         curve = ", ".join(f"{attempts}: {statistics.fmean(of):.2f}" for attempts, of in sorted(right.items()))
-        told = ", ".join(map(str, taken))
+        held_out = [_first_right(row, target) for row in of_side]
+        told = " | ".join(", ".join(map(str, each)) for each in (taken, held_out))
         lines.append(f"| {side} | {len(of_side)} | {told} | {curve or '-'} |")
     return "\n".join(lines)
 

@@ -34,6 +34,8 @@ ONE_UPDATE_DEMO = (
     "train.decay=none",
     "~train.decay_to",
     "train.epochs_per_step=1",
+    "rollout.group_size=8",
+    "rollout.groups_per_step=8",
 )
 
 

@@ -317,10 +317,12 @@ class RolloutConfig(Section):
     scenarios: Scenarios | None = None
     """A file, or "file.py:function" that returns an iterable of objects with an `id`; tables may select columns. With
     `environment` the key is optional: scenarios are then seeds."""
-    group_size: PositiveInt = 8
+    group_size: PositiveInt = 4
     """G, the attempts per scenario and step."""
-    groups_per_step: PositiveInt = 16
-    """The scenarios per step."""
+    groups_per_step: PositiveInt = 4
+    """The scenarios per step. A policy learns the same from a fraction of the attempts if steps are small: what helps
+    is a newer policy for each few attempts (benchmarks/results/LOG.md). Larger steps (attempts=many) need fewer of
+    them, and keep a GPU busy where attempts cost little."""
     refill: Annotated[NonNegative, Field(le=MAX_REFILL)] = 0.0
     """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): extra groups, as a share of `groups_per_step`, that may
     replace groups with equal rewards. 0: off."""
