@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1  # version of the output of `art eval --json`
 SETTINGS = "settings.json"
-DECIDING = {"entry", "command", "environment", "max_turns", "limit_reward", "sampling"}  # keys of `rollout`
+# keys of `rollout`
+DECIDING = {"entry", "command", "environment", "max_turns", "limit_reward", "failures", "sampling"}
 CHECKPOINT, ENDPOINT = "--checkpoint", "--endpoint"
 Values = dict[str, dict[str, float]]  # metric -> scenario id -> value
 FIRST = ("reward", "failed")  # listed before other metrics

@@ -48,6 +48,8 @@ def _improve_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if not config.learner.trains_weights:
         yield "improve", f"learner {config.learner.name!r} trains no weights"
+    elif config.learner.weights == "server":
+        yield "improve", f"learner {config.learner.name!r} has no weights here that art gateway --follow could serve"
 
 
 def _of_each_source(

@@ -262,6 +262,8 @@ def test_files_that_somebody_changed_are_one_line(filled: Project) -> None:
     assert str(path.name) in filled.art("improve", code=1)
     path.unlink()
     assert "improve.canary.metric" in filled.art("improve", "improve.canary.metric=stars", code=2)
+    remote = ("learner=tinker", "engine=tinker", "engine.base_url=http://127.0.0.1:1")
+    assert "no weights here" in filled.art("improve", *remote, code=2)
     typo = filled.art("improve", "improve.gates={traffic: 'rewrd>=baseline'}", code=2)
     assert "improve.gates.traffic: no metric 'rewrd'" in typo
     assert "no improve section" in filled.art("improve", "improve=null", code=2)
