@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from art_cli.config.sections.loss_config import EXPERIMENTS
+from art_cli.learners.algorithms.credit import over_shrunk_mean
 from art_cli.learners.algorithms.presets import PRESETS, build_algorithm
 from art_cli.learners.step.step_samples import make_step_samples
 from art_cli.runs.trajectory import ScoredTrajectory
@@ -98,6 +101,37 @@ def test_rloo_compares_with_the_mean_of_the_others() -> None:
     """0, 1, 5: the others' means are 3, 2.5, 0.5."""
     found = credit_of(played([0.0, 1.0, 5.0], [2.0]), "rloo")
     assert found == pytest.approx({"a/0": -3.0, "a/1": -1.5, "a/2": 4.5})
+
+
+def shrunk_of(*rewards: list[float]) -> dict[str, float]:
+    return credit_of(played(*rewards), "grpo", baseline="shrunk")
+
+
+def test_a_shrunk_baseline_lies_between_the_mean_of_the_group_and_of_the_step() -> None:
+    """Equal groups: the step's mean. Groups that differ by far more than noise: the others of the group."""
+    found = shrunk_of([0.0, 1.0], [0.0, 1.0])
+    assert found == pytest.approx({"a/0": -0.5, "a/1": 0.5, "b/0": -0.5, "b/1": 0.5})
+    far = shrunk_of([0.0, 1.0, 2.0], [1000.0, 1001.0, 1002.0])
+    own = {f"{group}/{index}": value for group in "ab" for index, value in enumerate((-1.5, 0.0, 1.5))}
+    assert all(far.get(name, 0.0) == pytest.approx(value, abs=0.01) for name, value in own.items())
+    # s = 1 / 4, t = 1 / 8 - s / 2 = 0: a group of equal rewards counts as its distance from the other group
+    assert shrunk_of([0.0, 0.0], [0.0, 1.0]) == pytest.approx({"a/0": -0.5, "a/1": -0.5, "b/0": 0.0, "b/1": 1.0})
+
+
+def test_a_shrunk_baseline_gives_nothing_where_rewards_tell_nothing() -> None:
+    """Rewards equal within each group have no noise, so that their groups' means are exact."""
+    assert shrunk_of([0.1, 0.1, 0.1, 0.1], [0.7, 0.7, 0.7, 0.7]) == {}
+    assert shrunk_of([0.3, 0.3], [0.3, 0.3]) == {} and shrunk_of([1.0]) == {}
+    assert shrunk_of([0.0, 1.0]) == pytest.approx({"a/0": -1.0, "a/1": 1.0})  # one group: the others in it
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=5), min_size=2, max_size=5))
+def test_a_shrunk_baseline_is_a_mean_of_rewards(rewards: list[list[float]]) -> None:
+    found = over_shrunk_mean(rewards)
+    low, high = min(map(min, rewards)), max(map(max, rewards))
+    for group, values in zip(rewards, found, strict=True):
+        for reward, value in zip(group, values, strict=True):
+            assert low - 1e-9 <= reward - value <= high + 1e-9
 
 
 def test_reinforce_plus_plus_normalizes_over_the_step() -> None:

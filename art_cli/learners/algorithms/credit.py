@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from statistics import variance
 
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Turn, has_signal
 
@@ -42,6 +43,35 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     """
     others = len(rewards) - 1
     return [value * len(rewards) / others if others else 0.0 for value in advantages(rewards, scale=False)]
+
+
+def over_shrunk_mean(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Returns [P][G] reward minus a mean between the group's other rewards (weight w) and the other groups' (1 - w).
+
+    Zeng et al. 2025, Shrinkage Baselines (arXiv:2511.03710): the mean of a few rewards is noisy, and James and Stein's
+    estimator draws it toward the mean of all. w = t / (t + s / (G - 1)), where s is the variance within groups and t
+    the variance of the groups' true means, both estimated from the step; the paper also leaves the group out of w.
+    A group of one has w = 0, and a single group w = 1. Rewards 0, 1 and 0, 1: s = 0.5, t = 0, so w = 0 and each
+    advantage is the reward minus 0.5.
+    """
+    flat = [reward for group in rewards for reward in group]
+    if not has_signal(flat):
+        return [[0.0] * len(group) for group in rewards]
+    sums, total, num = [math.fsum(group) for group in rewards], math.fsum(flat), len(flat)
+    means = [of_group / len(group) for of_group, group in zip(sums, rewards, strict=True)]
+    errors = math.fsum((reward - mean) ** 2 for mean, group in zip(means, rewards, strict=True) for reward in group)
+    within = errors / max(num - len(rewards), 1)
+    noise = within * math.fsum(1 / len(group) for group in rewards) / len(rewards)
+    between = max(variance(means) - noise, 0.0) if len(rewards) > 1 else math.inf
+    centred = []
+    for group, of_group in zip(rewards, sums, strict=True):
+        others, rest = len(group) - 1, (total - of_group) / max(num - len(group), 1)
+        shrunk = within / others if others else math.inf
+        weight = 1.0 if between == math.inf or not shrunk else between / (between + shrunk)
+        own = [(of_group - reward) / max(others, 1) for reward in group]
+        values = [r - weight * mean - (1 - weight) * rest for r, mean in zip(group, own, strict=True)]
+        centred.append([0.0 if abs(value) <= EQUAL_REWARDS else value for value in values])
+    return centred
 
 
 def scale_over_step(values: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 
 from art_cli.config.sections import loss_config
-from art_cli.learners.algorithms.credit import advantages, leave_one_out, overlong_penalty, rewards_of, seen_turns
+from art_cli.learners.algorithms.credit import (
+    advantages,
+    leave_one_out,
+    over_shrunk_mean,
+    overlong_penalty,
+    rewards_of,
+    seen_turns,
+)
 from art_cli.learners.algorithms.normalization import UpdateCounts, sample_mean, trajectory_mean, trajectory_sum
 from art_cli.learners.algorithms.objectives import (
     Objective,
@@ -23,6 +30,11 @@ class Grpo(ScaledPreset[loss_config.GrpoConfig]):
     The mean is over all trained tokens in the step. The paper first averages within each sequence, which favors short
     correct answers and long wrong ones (Dr. GRPO, arXiv:2503.20783, section 3.1).
     """
+
+    def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[float | None]]:
+        if self.knobs.baseline == "group":
+            return [self.credit(group) for group in groups]
+        return over_shrunk_mean([rewards_of(group) for group in groups])
 
     def objective(self, terms: PolicyTerms) -> Objective:
         return clip_tokens(terms, self.knobs.clip, self.knobs.clip)
