@@ -522,7 +522,18 @@ def test_what_goes_by_rewards_that_differ_in_a_group_needs_more_than_one_attempt
     assert "differ" in said and "group_size is 1" in said
 
 
-@pytest.mark.parametrize("loss", ["{name: reinforce++}", "{name: gdpo, reward_parts: {win: 1, brevity: 0.5}}"])
+def test_a_shrunk_baseline_needs_rewards_that_compare_across_scenarios() -> None:
+    shrunk = "loss: {baseline: shrunk}\n"
+    assert load(PLAIN + shrunk).loss.name == "grpo"
+    assert "loss.baseline: 'shrunk' compares scenarios" in mistakes(PLAIN + shrunk, "judge=ruler")[0]
+    assert "loss.baseline: 'shrunk' compares groups" in mistakes(PLAIN + shrunk, "loss.scale_advantages=true")[0]
+    assert "few.yaml" in mistakes(PLAIN, "attempts=few", "judge=ruler")[0]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    ["{name: reinforce++}", "{name: gdpo, reward_parts: {win: 1, brevity: 0.5}}", "{baseline: shrunk}"],
+)
 def test_a_loss_that_learns_from_equal_rewards_has_none_of_them_replaced(loss: str) -> None:
     assert "these teach as well" in mistakes(PLAIN + f"loss: {loss}\n", "rollout.refill=0.5")[0]
     assert load(PLAIN + "loss: {name: reinforce++, baseline: true}\n", "rollout.refill=0.5").rollout.refill == 0.5
