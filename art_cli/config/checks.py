@@ -208,7 +208,10 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         if not noise.is_from_votes and name not in ("rollout", "metric", "function"):
             yield "judge.noise", f"flip rates are of verdicts 0 and 1, and judge {name!r} gives scores; set it to votes"
     if isinstance(config.loss, schema.GrpoConfig) and config.loss.baseline == "shrunk" and ranks(config.judge):
-        yield "loss.baseline", f"'shrunk' compares scenarios, and judge {name!r} only the attempts at one; set it to group"
+        yield (
+            "loss.baseline",
+            f"'shrunk' compares scenarios, and judge {name!r} only the attempts at one; set it to group",
+        )
     if config.loss.needs_explanations and name in ("rollout", "metric", "none", "reward_model"):
         cure = f"judge {name!r} gives no reasons; choose judge=ruler"
         yield "loss", f"'sdpo' teaches by the judge's explanations, and {cure}"

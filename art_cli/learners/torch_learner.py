@@ -325,8 +325,9 @@ class TorchLearner(Learner):
         num_updates = self.train_config.epochs_per_step * num_parts
         if (bound := self.train_config.kl_bound) is not None:
             # AdamW's updates do not shrink with the gradient, so the bound shrinks with the share of groups with signal
-            has_share = self.loss.mean_over == "all" and plan.batch.num_with_signal > 0
-            bound *= 1 - plan.batch.no_signal_share if has_share else 1.0
+            num_with_signal = plan.batch.num_with_signal or int(self.algorithm.compares_groups)
+            has_share = self.loss.mean_over == "all" and num_with_signal > 0
+            bound *= num_with_signal / plan.batch.num_groups if has_share else 1.0
             self._region = TrustRegion(bound, num_parts, num_updates, can_wait=self.weights.has_adapter)
         for part in plan.parts:  # on a GPU, an id past the vocabulary would end the process
             check_fits(part, max_length=self.weights.max_length, vocabulary=self.weights.vocabulary)

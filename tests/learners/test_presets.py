@@ -125,6 +125,13 @@ def test_a_shrunk_baseline_gives_nothing_where_rewards_tell_nothing() -> None:
     assert shrunk_of([0.0, 1.0]) == pytest.approx({"a/0": -1.0, "a/1": 1.0})  # one group: the others in it
 
 
+def test_with_a_shrunk_baseline_signal_is_still_what_differs_within_a_group() -> None:
+    """Both groups are trained on; the bound on a step counts the one whose rewards differ."""
+    algorithm = build_algorithm(config_of("grpo", baseline="shrunk"), max_tokens=10)
+    batch = make_step_samples(played([0.0, 0.0], [0.0, 1.0]), algorithm)
+    assert (len(batch.groups), batch.num_with_signal, batch.no_signal_share) == (2, 1, 0.5)
+
+
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=5), min_size=2, max_size=5))
 def test_a_shrunk_baseline_is_a_mean_of_rewards(rewards: list[list[float]]) -> None:
     found = over_shrunk_mean(rewards)

@@ -31,8 +31,12 @@ class Grpo(ScaledPreset[loss_config.GrpoConfig]):
     correct answers and long wrong ones (Dr. GRPO, arXiv:2503.20783, section 3.1).
     """
 
+    def __init__(self, knobs: loss_config.GrpoConfig, max_tokens: int) -> None:
+        super().__init__(knobs, max_tokens)
+        self.compares_groups = knobs.baseline == "shrunk"
+
     def credit_step(self, groups: Sequence[Sequence[ScoredTrajectory]]) -> Sequence[Sequence[float | None]]:
-        if self.knobs.baseline == "group":
+        if not self.compares_groups:
             return [self.credit(group) for group in groups]
         return over_shrunk_mean([rewards_of(group) for group in groups])
 

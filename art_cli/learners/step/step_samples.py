@@ -127,7 +127,10 @@ def make_step_samples(
     ]
     return StepSamples(
         groups=[group for group in samples if group],
-        num_with_signal=sum(any(sample.num_in(Row.POLICY) for sample in group) for group in samples),
+        num_with_signal=sum(
+            has_signal(rewards_of(group)) if algorithm.compares_groups else any(s.num_in(Row.POLICY) for s in trained)
+            for group, trained in zip(credited, samples, strict=True)
+        ),
         reward_mean=mean,
         reward_std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)) if rewards else mean,
         num_groups=len(groups),
