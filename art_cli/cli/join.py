@@ -44,6 +44,7 @@ def run(
         decided = decide_by_base(loaded, base).config  # same choices as the run; dtype and rate come from the run
         model = loaded.config.model.model_copy(update={"max_length": decided.model.max_length})
         train = loaded.config.train.model_copy(update={"max_kl": decided.train.max_kl})
-        own = loaded.config.model_copy(update={"learner": decided.learner, "model": model, "train": train})
+        chosen = {"learner": decided.learner, "model": model, "train": train, "loss": decided.loss}
+        own = loaded.config.model_copy(update=chosen)
         job = make_job(own, base, directory=loaded.directory, dtype=model.dtype)
         threads.run(join(job, files=Path(directory), logs=Path(directory), wait_s=wait_s))

@@ -28,9 +28,11 @@ log = logging.getLogger(__name__)
 
 OLDER_RATE = 1e-5  # learning rate of runs whose record lacks one
 MAX_DRAWING = 256 * 2**10  # maximum size of a drawing, in bytes
-OPEN = ("model.dtype", "train.learning_rate", "train.max_kl")  # keys that may stay `auto` until the base model is known
+# keys that may stay `auto` until the base model is known
+OPEN = ("model.dtype", "train.learning_rate", "train.max_kl", "loss.baseline")
 # a run keeps its values when the defaults change
-KEPT = ("train.max_kl", "loss.scale_advantages", "rollout.group_size", "rollout.groups_per_step")
+KEPT = ("train.max_kl", "loss.scale_advantages", "loss.baseline", "rollout.group_size", "rollout.groups_per_step")
+OLDER = {"loss.baseline": "group"}  # values of runs whose record lacks the key
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
 
@@ -63,6 +65,8 @@ def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
     for key in KEPT:
         section, _, name = key.partition(".")
         now, then = getattr(loaded.config, section), record.get(section)
+        if key in OLDER and isinstance(then, Mapping):
+            then = {name: OLDER[key], **then}
         if isinstance(then, Mapping) and name in then and hasattr(now, name) and name not in now.model_fields_set:
             with contextlib.suppress(ValidationError):  # check_record reports a record without meaning
                 value = getattr(type(now).model_validate({**now.model_dump(), name: then[name]}), name)

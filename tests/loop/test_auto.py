@@ -15,7 +15,7 @@ from art_cli.cli import Finding, doctor
 from art_cli.cli import app as cli
 from art_cli.cli import serve as serve_command
 from art_cli.config.compose import LoadedConfig, load_config
-from art_cli.config.schema import EmbeddedEngineConfig, RunConfig, TorchLearnerConfig
+from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, RunConfig, TorchLearnerConfig
 from art_cli.engines import make_engine
 from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
 from art_cli.loop.decide import MAX_KL, decide_by_base, decide_engine
@@ -229,6 +229,27 @@ def test_a_step_is_bounded_where_weights_can_be_drawn_back(
     loaded = decide_by_base(load(project, "model.dtype=float32", *overrides), save_tiny_base(project / "tiny"))
     assert loaded.config.train.kl_bound == bound
     assert ("max_kl" in loaded.auto) == (not any("max_kl" in each for each in overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "baseline"),
+    [
+        (["rollout.groups_per_step=4"], "shrunk"),
+        (["rollout.groups_per_step=4", "loss.baseline=group"], "group"),
+        (["rollout.groups_per_step=4", "judge=ruler"], "group"),
+        (["rollout.groups_per_step=4", "rollout.refill=0.5"], "group"),
+        (["rollout.groups_per_step=4", "loss.scale_advantages=true"], "group"),
+        (["rollout.groups_per_step=8"], "group"),
+        (["rollout.groups_per_step=2"], "group"),
+    ],
+)
+def test_a_small_step_of_rewards_that_compare_has_the_shrunk_baseline(
+    project: Path, overrides: list[str], baseline: str
+) -> None:
+    settings = ("model.dtype=float32", "rollout.group_size=4", *overrides)
+    loaded = decide_by_base(load(project, *settings), save_tiny_base(project / "tiny"))
+    assert isinstance(loaded.config.loss, GrpoConfig) and loaded.config.loss.baseline == baseline
+    assert ("baseline" in loaded.auto) == (baseline == "shrunk")
 
 
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:

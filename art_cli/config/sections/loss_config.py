@@ -177,14 +177,16 @@ class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
     scale_advantages: bool = False
     """Divides advantages by the group's standard deviation, as the paper does. Then a group with one small reward
     counts as much as a group with one large reward, and a policy freezes on the first path that pays."""
-    baseline: Literal["group", "shrunk"] = "group"
+    baseline: Literal["auto", "group", "shrunk"] = "auto"
     """What is subtracted from a reward. group: the group's mean. shrunk: the mean of the group's other rewards, drawn
     toward the mean of the step's other groups the more it is noise (Zeng et al. 2025, arXiv:2511.03710). Groups of few
-    attempts then teach more, also those with equal rewards. It needs rewards that compare across scenarios."""
+    attempts then teach more, also those with equal rewards. It needs rewards that compare across scenarios. auto:
+    shrunk for steps of up to 16 attempts in four or more groups, if the judge does not rank and no setting weighs,
+    replays or replaces groups."""
 
     @property
     def compares_rewards_alone(self) -> bool:
-        return self.baseline == "group"
+        return self.baseline != "shrunk"
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()
