@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 # bound, and learned most or all of the task within it (benchmarks/learning/tasks/parcels.py, results/LOG.md).
 MAX_KL = 0.05
 # Largest number of a step's attempts with a shrunk baseline. With steps of 16, SmolLM2-135M learned that task on each
-# of three seeds; with 32 it took the cheap path (results/LOG.md, "Small steps"). And the smallest number of groups: from
-# four on, James and Stein's estimator, which draws means toward their mean, is better than the means.
+# of three seeds; with 32 it took the cheap path (results/LOG.md, "Small steps"). And the smallest number of groups:
+# from four on, James and Stein's estimator, which draws means toward their mean, is better than the means.
 SMALL_STEP, LEAST_GROUPS = 16, 4
 
 
@@ -133,13 +133,15 @@ def _decide_baseline(loaded: LoadedConfig) -> LoadedConfig:
     config, loss, rollout = loaded.config, loaded.config.loss, loaded.config.rollout
     if not isinstance(loss, GrpoConfig) or loss.baseline != "auto" or config.algorithm is not None:
         return loaded
-    num = rollout.group_size * rollout.groups_per_step
     has_noise = not isinstance(config.judge, NoJudgeConfig) and config.judge.noise is not None
-    weighs_groups = loss.scale_advantages or has_noise or rollout.refill > 0 or rollout.replay is not None
-    is_small = num <= SMALL_STEP and rollout.groups_per_step >= LEAST_GROUPS
-    if not is_small or weighs_groups or rollout.sources or ranks(config.judge):
-        return loaded.with_value("loss.baseline", "group")
-    return loaded.with_value("loss.baseline", "shrunk", f"a step has {num} attempts, whose rewards compare")
+    reason, num = f"a step has {rollout.groups_per_step} groups of {rollout.group_size}", rollout.groups_per_step
+    if num < LEAST_GROUPS or num * rollout.group_size > SMALL_STEP:
+        return loaded.with_value("loss.baseline", "group", reason)
+    if rollout.sources or ranks(config.judge):
+        return loaded.with_value("loss.baseline", "group", "rewards compare within a group only")
+    if loss.scale_advantages or has_noise or rollout.refill > 0 or rollout.replay is not None:
+        return loaded.with_value("loss.baseline", "group", "groups are weighed, replayed or replaced")
+    return loaded.with_value("loss.baseline", "shrunk", reason)
 
 
 def _decide_dtype(loaded: LoadedConfig, base: str, recorded: str) -> LoadedConfig:

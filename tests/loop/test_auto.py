@@ -249,7 +249,7 @@ def test_a_small_step_of_rewards_that_compare_has_the_shrunk_baseline(
     settings = ("model.dtype=float32", "rollout.group_size=4", *overrides)
     loaded = decide_by_base(load(project, *settings), save_tiny_base(project / "tiny"))
     assert isinstance(loaded.config.loss, GrpoConfig) and loaded.config.loss.baseline == baseline
-    assert ("baseline" in loaded.auto) == (baseline == "shrunk")
+    assert ("baseline" in loaded.auto) == ("loss.baseline=group" not in overrides)
 
 
 def test_the_knobs_that_all_learners_have_reach_the_one_chosen(project: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_run_says_what_it_is_first_and_in_its_configuration_and_resumes(art: A
     assert not [said for said in done.err if "packs hold" in said or "is not used" in said]  # --verbose has them
     config = tmp_path / "letters" / "config.json"
     found = json.loads(config.read_text())
-    assert found["auto"]["engine"] == "no GPU here" and set(found["auto"]) == {"engine", "dtype", "max_kl"}
+    assert found["auto"]["engine"] == "no GPU here" and set(found["auto"]) == {"engine", "dtype", "max_kl", "baseline"}
     assert found["engine"] == {"name": "embedded", "max_batch": 128, "prefill_tokens": 8192}
     assert found["learner"]["name"] == "torch"
     again = art("train", *settings, "train.steps=2")
