@@ -7,8 +7,9 @@
 
 A side is one of SIDES, settings of `art train` with spaces between them, or `trl` and settings of GRPOConfig.
 
-    default     steps of 4 groups of 4 attempts
-    large       steps of 8 groups of 8, the default before
+    default     steps of 4 groups of 4 attempts, each compared with its group and the step (loss.baseline=shrunk)
+    group       the same, compared with the group alone
+    large       steps of 8 groups of 8, compared with the group alone: the default before
     before      the same with advantages divided by the deviation and no bound on a step: the default before it
     trl         TRL's GRPOTrainer with steps of 8 groups of 8, each trained on four times
     trl small   the same with the default's steps
@@ -52,6 +53,7 @@ WINDOW = 64  # attempts over which a reward is averaged
 LARGE = ("rollout.group_size=8", "rollout.groups_per_step=8")
 SIDES = {
     "default": (),
+    "group": ("loss.baseline=group",),
     "large": LARGE,
     "before": (*LARGE, "loss.scale_advantages=true", "train.max_kl=null"),
     "trl": (*LARGE, "num_iterations=4"),
@@ -75,8 +77,8 @@ TASKS = {
     "assistant": Task(SHAPE.config, 768, 0.9),
     "parcels": _made("parcels", 640, 0.6),
     "mail": _made("mail", 512, 0.9),
-    "rooms": _made("rooms", 512, 0.9),
-    "orders": _made("orders", 512, 0.9),
+    "rooms": _made("rooms", 1024, 0.5),
+    "orders": _made("orders", 512, 0.8),
 }
 
 
