@@ -3,7 +3,7 @@
 import msgspec
 
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import RunConfig
+from art_cli.config.schema import GrpoConfig, RunConfig
 from art_cli.engines import EngineTraits
 from art_cli.learners import describe_processes, has_own_weights, load_policy
 from art_cli.loop.decide import Decided, computes_here, describe
@@ -47,13 +47,15 @@ def engine_weights(config: RunConfig, traits: EngineTraits, weights: Weights | N
 
 
 def describe_run(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights | None) -> str:
-    config, reason = loaded.config, loaded.auto.get("learning_rate")
+    config = loaded.config
     if policy is None or not config.learner.trains_weights:
         return f"{config.name}: {config.model.base} with a prompt; {describe(loaded)}"
-    rate = f"learning rate {config.train.rate:g}" + (f" (auto: {reason})" if reason else "")
+    why = {name: f" (auto: {reason})" for name, reason in loaded.auto.items()}
+    rate = f"learning rate {config.train.rate:g}{why.get('learning_rate', '')}"
     if config.train.kl_bound is not None:
-        because = f" (auto: {bounded})" if (bounded := loaded.auto.get("max_kl")) else ""
-        rate += f"; a step's KL at most {config.train.kl_bound:g}{because}"
+        rate += f"; a step's KL at most {config.train.kl_bound:g}{why.get('max_kl', '')}"
+    if isinstance(config.learns_by, GrpoConfig) and config.learns_by.baseline == "shrunk":
+        rate += f"; baseline shrunk{why.get('baseline', '')}"
     what = config.model.base
     if weights is not None:
         size = count_parameters(weights.model)

@@ -230,9 +230,10 @@ def test_a_run_of_an_older_version_keeps_the_learning_rate_that_was_the_default(
     shutil.copytree(LETTERS, project)
     text = (project / "config.yaml").read_text()
     (project / "config.yaml").write_text(text.replace("learning_rate: 1.0e-2, ", ""))
-    small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=1", "sft=null"]
+    small = ["eval=null", "rollout.group_size=2", "rollout.groups_per_step=4", "sft=null"]
     with caplog.at_level("INFO"):
         files = RunDir(run(tmp_path, *small, "train.steps=1", project=project).root)
+    assert "; baseline shrunk (auto: a step has 4 groups of 2)" in caplog.text
     assert "; learning rate 0.001 (auto: an adapter on a model of width 32)" in caplog.text
     assert "; a step's KL at most 0.05 (auto: one step must not freeze the policy)" in caplog.text
     record = json.loads(files.config_path.read_text())
