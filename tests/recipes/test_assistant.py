@@ -100,6 +100,6 @@ def test_it_runs_with_a_small_random_model_by_ruler(tmp_path: Path, monkeypatch:
     loaded = load_config(DIRECTORY / "config-ruler.yaml", [*settings, f"runs={tmp_path}"])
     run = RunDir(asyncio.run(train(loaded)).root)
     rows = run.scored(0)
-    assert len(rows) == 8
+    assert len(rows) == 16
     assert [row.reward for row in rows] == [row.returned_reward for row in rows]
     assert all(row.scores[0].explanation.startswith("a rule, no model") for row in rows)  # type: ignore[union-attr]
