@@ -236,6 +236,7 @@ def _call(given: Any) -> Json:
     if not isinstance(arguments, str | None):
         raise ValueError(f"tool_calls: arguments of {(name or '')[:80]!r} that are a {_kind(arguments)}")
     index, id = _converted(call.get("index"), int), call.get("id")
+    index = None if index is not None and index < 0 else index
     is_id = isinstance(id, str | int) and not isinstance(id, bool) and id != ""
     return {"index": index, "id": str(id) if is_id else None, "name": name or None, "arguments": arguments or ""}
 
@@ -271,6 +272,7 @@ class _StreamedCalls:
         if call is None:
             call = {"index": len(self._calls), "id": piece["id"], "name": None, "arguments": ""}
             self._calls.append(call)
+        is_taken = is_new and piece["id"] in self._by_id  # a client could not tell the two calls apart
         if piece["index"] is not None:
             self._by_index[piece["index"]] = call
         if piece["id"] is not None:
@@ -278,7 +280,7 @@ class _StreamedCalls:
             self._by_id[piece["id"]] = call
         delta: Json = {"index": call["index"]}
         if is_new:
-            delta |= {"id": piece["id"] or new_id(), "type": "function"}
+            delta |= {"id": new_id() if piece["id"] is None or is_taken else piece["id"], "type": "function"}
         function = {"arguments": piece["arguments"]}
         if call["name"] is None and piece["name"] is not None:
             call["name"] = piece["name"]
