@@ -84,7 +84,7 @@ TASKS = {
 
 def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[str, Any]:
     """Returns the row of one run of `art train`, which is continued if it is there."""
-    settings = [*SIDES.get(side, side.split())]
+    settings = list(SIDES.get(side, side.split()))
     rollout = load_config(task.config, settings).config.rollout
     of_step = rollout.group_size * (rollout.groups_per_step - rollout.num_replays)
     steps, every = _num_steps(task, of_step)

@@ -60,13 +60,13 @@ async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
     for text, command in EXAMPLES:
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": command}]
     number, due = scenario["number"], scenario["due"]
-    first = await _say(policy, messages, scenario["ask"])
+    first = await say(policy, messages, scenario["ask"])
     if first != f"look {number}":
         return _outcome(0.25 if first == "close" else 0.0)
-    second = await _say(policy, messages, scenario["found"])
+    second = await say(policy, messages, scenario["found"])
     if second != f"{due} {number}":
         return _outcome(0.25 if second == "close" else 0.0)
-    third = await _say(policy, messages, "Desk: done. Anything else?")
+    third = await say(policy, messages, "Desk: done. Anything else?")
     return _outcome(1.0 if third == "close" else 0.5)
 
 
@@ -74,7 +74,7 @@ def _outcome(reward: float) -> Outcome:
     return Outcome(reward=reward, metrics={"right": reward == 1.0, "cheap": reward == 0.25})
 
 
-async def _say(policy: Policy, messages: list[Any], text: str) -> str:
+async def say(policy: Policy, messages: list[Any], text: str) -> str:
     """Returns the command in the policy's reply."""
     messages.append({"role": "user", "content": text})
     reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)

@@ -4,8 +4,9 @@ check ROOM -> book ROOM HOUR       the room that was asked for, and the only hou
 """
 
 import random
-import re
 from typing import Any
+
+from parcels import say  # beside this file
 
 from art_cli import Outcome, Policy
 
@@ -53,18 +54,9 @@ async def rollout(policy: Policy, scenario: dict[str, Any]) -> Outcome:
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     for text, command in EXAMPLES:
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": command}]
-    first = await _say(policy, messages, scenario["ask"])
+    first = await say(policy, messages, scenario["ask"])
     if first != f"check {scenario['room']}":
         return Outcome(reward=0.0, metrics={"right": False})
-    second = await _say(policy, messages, scenario["found"])
+    second = await say(policy, messages, scenario["found"])
     is_right = second == f"book {scenario['room']} {scenario['free']}"
     return Outcome(reward=1.0 if is_right else 0.3, metrics={"right": is_right})
-
-
-async def _say(policy: Policy, messages: list[Any], text: str) -> str:
-    """Returns the command in the policy's reply."""
-    messages.append({"role": "user", "content": text})
-    reply = await policy.client.chat.completions.create(model=policy.model, messages=messages)
-    said = reply.choices[0].message.content or ""
-    messages.append({"role": "assistant", "content": said})
-    return re.sub(r"[^a-z0-9 ]", "", said.strip().lower())
