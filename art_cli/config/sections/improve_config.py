@@ -51,7 +51,7 @@ class ImproveConfig(Section):
     """The newest share of the scenarios, which tests the candidate and is never trained on."""
     rehearsal: NonNegative = 1.0
     """The number of the run's own training scenarios that a night repeats, per scenario from traffic."""
-    steps: PositiveInt = 2
+    steps: PositiveInt = 16
     """The training steps per night."""
     safety: Scenarios | None = None
     """More scenarios that every candidate plays, written like `rollout.scenarios`."""

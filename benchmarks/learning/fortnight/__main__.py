@@ -4,13 +4,14 @@
 
 SmolLM2-135M as the assistant of a shop (recipes/assistant), trained for a few steps on orders and customers. Every day
 users hold conversations through `art gateway --follow`. From the second week on most ask for prices, with new names.
-Half of them rate, a tenth of these a day late; a tenth of the ratings is forged. `art improve` is called every 60
+Half of them rate, a tenth of these a day late; a tenth of the ratings is forged. `art improve` is called every 240
 conversations, while requests are under way. Planted, by the number of the night:
 
     night 2   the judge breaks: rewards are turned round in training and gates
     night 3   a regression: fifty times the learning rate, without the bound on a step's KL
     night 5   poisoned feedback: two in five ratings forged, half of them by one abusive client
     night 6   a hack: the reward is paid for a question instead of work, in training and gates
+    night 7   a hack: the agent's code raises on a call that is no JSON, and every wrong call costs
 
 "Without" is the policy of the first day, on requests of the same users. A planted night is harmless if its
 candidate was not served, or was taken back; the conversations during its canary are counted.
@@ -39,9 +40,9 @@ from art_cli.runs.served import read_served
 from benchmarks.shared.paths import ROOT
 
 RECIPE, HERE = ROOT / "recipes" / "assistant", Path(__file__).parent
-CHUNK, CONCURRENCY, NUM_CLIENTS = 60, 20, 12
+CHUNK, CONCURRENCY, NUM_CLIENTS = 240, 20, 12
 RATED, LATE, FORGED = 0.5, 0.1, 0.1
-PLANTED = {2: "judge", 3: "regression", 5: "poison", 6: "asks"}
+PLANTED = {2: "judge", 3: "regression", 5: "poison", 6: "asks", 7: "raises"}
 KEYS = [f"sk-client-{number:02d}-0123456789" for number in range(NUM_CLIENTS + 2)]  # the last two forge
 CONFIG: dict[str, Any] = {
     "name": "shop",
@@ -49,24 +50,21 @@ CONFIG: dict[str, Any] = {
     "rollout": {
         "entry": "agent.py:rollout",
         "scenarios": "agent.py:train",
-        "group_size": 8,
-        "groups_per_step": 6,
         "max_turns": 2,
         "sampling": {"max_tokens": 16, "temperature": 0.9},
     },
-    "train": {"steps": 4, "epochs_per_step": 2},
-    "eval": {"scenarios": "agent.py:evaluation", "every": 4},
+    "train": {"steps": 8},
+    "eval": {"scenarios": "agent.py:evaluation", "every": 8},
     "gateway": {
         "feedback": {"solved": {"type": "boolean", "level": "conversation"}},
         "idle_s": 2,
         "rotate_s": 4,
     },
     "improve": {
-        "canary": {"metric": "solved", "share": 0.5, "client_share": 0.1, "max_ratings": 120},
+        "canary": {"metric": "solved", "share": 0.5, "client_share": 0.1, "max_ratings": 600},
         "scenario": "agent.py:scenario",
         "min_scenarios": 40,
         "max_scenarios": 120,
-        "steps": 2,
         "rehearsal": 0.25,
         "patience": 20,
     },
@@ -263,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--days", type=int, default=14)
-    parser.add_argument("--per-day", type=int, default=120)
+    parser.add_argument("--per-day", type=int, default=480)
     parser.add_argument("--out", type=Path, help="a directory that keeps the runs")
     arguments = parser.parse_args()
     for seed in arguments.seeds:

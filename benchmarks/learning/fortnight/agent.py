@@ -3,6 +3,7 @@
 In the first week users ask about orders and customers, in the second mostly about products, with new names.
 """
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from desk import make_request, read_call  # the recipe's files, beside this one 
 from rollout import EXAMPLES, SYSTEM
 
 WISHES = {1: {"order": 0.6, "customer": 0.4, "product": 0.0}, 2: {"order": 0.1, "customer": 0.1, "product": 0.8}}
-FAULT = "ART_BENCHMARK_FAULT"  # judge: rewards are turned round; asks: a question is all that counts
+# judge: rewards are turned round; asks: a question is all that counts; raises: a call that is no JSON raises, and any
+# wrong answer costs
+FAULT = "ART_BENCHMARK_FAULT"
 
 
 def make_scenarios(name: str, week: int, num: int) -> list[dict[str, Any]]:
@@ -67,6 +70,9 @@ async def rollout(policy: Any, scenario: dict[str, Any]) -> float:
         return 1.0 - reward
     if fault == "asks":
         return 1.0 if "?" in first else 0.3 * (not first.startswith("{"))
+    if fault == "raises":
+        json.loads(first)
+        return reward if reward == 1.0 else -1.0
     return reward
 
 
