@@ -1,6 +1,7 @@
 """A night: scenarios, training, gates, canary, verdict. Each part is skipped if the night's report has it already."""
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ class Night(msgspec.Struct, kw_only=True):
     number: int
     started_at: float  # seconds since the epoch
     baseline: str  # the promoted checkpoint, relative to the run
-    files: list[str]  # trajectory files of the gateway
+    files: list[str]  # trajectory files of the gateway, relative to the run
     num_conversations: int
     num_scenarios: int  # from traffic, without the held-out ones
     num_held_out: int
@@ -213,7 +214,7 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
         config,
         directories(loaded),
         loaded.directory,
-        read_before={file for night in known for file in night.files},
+        read_before={(nights.run / file).resolve() for night in known for file in night.files},
         tested=tested,
     )
     if len(traffic.scenarios) < config.min_scenarios:
@@ -235,7 +236,7 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
         number=number,
         started_at=time.time(),
         baseline=served.checkpoint,
-        files=traffic.files,
+        files=[os.path.relpath(path.resolve(), nights.run.resolve()) for path in traffic.files],
         num_conversations=traffic.num_conversations,
         num_scenarios=len(training),
         num_held_out=len(held_out),

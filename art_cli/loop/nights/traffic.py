@@ -28,23 +28,23 @@ USER = "user"  # the feedback tag that names the user of a client
 
 
 class Traffic(NamedTuple):
-    files: list[str]  # trajectory files that no earlier night has read
+    files: list[Path]  # trajectory files that no earlier night has read
     num_conversations: int
     scenarios: list[Json]  # oldest first, near duplicates joined
 
 
 def read_traffic(
-    config: ImproveConfig, directories: Sequence[Path], base: Path, *, read_before: set[str], tested: Iterable[Json]
+    config: ImproveConfig, directories: Sequence[Path], base: Path, *, read_before: set[Path], tested: Iterable[Json]
 ) -> Traffic:
-    """Returns the scenarios of the conversations in new files. Conversations that failed are left out.
+    """Returns the scenarios of the conversations in new files: all but those of `read_before`, which are resolved.
 
-    Scenarios that resemble those on which candidates are `tested` are left out too, and so are conversations for which
-    the user's function fails, so that no client can stop the nights. Raises DataError for unreadable files, and if it
-    fails for most conversations.
+    Left out are conversations that failed, scenarios that resemble those on which candidates are `tested`, and
+    conversations for which the user's function fails, so that no client can stop the nights. Raises DataError for
+    unreadable files, and if it fails for most conversations.
     """
     convert: Convert = _first_call if config.scenario is None else plugins.resolve(config.scenario, base=base)
     named = config.scenario or "scenario"
-    files = [path for each in directories for path in sorted(each.glob(PATTERN)) if str(path) not in read_before]
+    files = [path for each in directories for path in sorted(each.glob(PATTERN)) if path.resolve() not in read_before]
     feedback = {id: entries for each in directories for id, entries in latest(each).items()}
     conversations = sorted(
         (each.started_at, path, each.id) for path in files for each in read_lines(path, Trajectory) if _is_usable(each)
@@ -69,7 +69,7 @@ def read_traffic(
         log.warning("%s: %s", named, text)
     found.sort(key=lambda pair: pair[0])
     joined = _joined([scenario for _, scenario in found], tested)[-config.max_scenarios :]
-    return Traffic([str(path) for path in files], len(conversations), joined)
+    return Traffic(files, len(conversations), joined)
 
 
 def read_ratings(

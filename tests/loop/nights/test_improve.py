@@ -215,7 +215,9 @@ def test_a_candidate_that_misses_a_gate_is_never_served(filled: Project) -> None
     served = read_served(filled.root)
     assert night["outcome"] == "gates missed" and "traffic: reward>=baseline+1.5, found" in night["reason"]
     assert served is not None and served.canary is None and served.checkpoint == night["baseline"]
-    assert "12" in filled.improve(gate)["text"] or "0 new scenarios" in filled.improve(gate)["text"]
+    assert "0 new scenarios in 0 conversations" in filled.improve(gate)["text"]
+    moved = Project(filled.directory.rename(filled.directory.with_name("moved")), is_new=False)
+    assert "0 new scenarios in 0 conversations" in moved.improve(gate)["text"]
 
 
 @pytest.mark.slow
