@@ -105,8 +105,8 @@ class Memory:
         return status_mb("VmHWM") - self.before
 
 
-def status_mb(key: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def status_mb(key: str, process: int | str = "self") -> float:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key + ":"))
 
 

@@ -22,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +33,7 @@ from art_cli.models.base_source import find_base
 from art_cli.runs.durable import write_lines
 from art_cli.runs.run_dir import RunDir
 from benchmarks.shared.paths import ROOT
-from benchmarks.shared.sides import Row, table
+from benchmarks.shared.sides import Row, status_mb, table
 from benchmarks.speed.loop_shapes import SHAPES, Shape
 
 ART = [sys.executable, "-m", "art_cli"]
@@ -51,11 +53,18 @@ class Step(NamedTuple):
     train_s: float = 0.0
 
 
+class Used(NamedTuple):
+    """What a process took in all."""
+
+    cpu_s: float
+    peak_mb: float  # of resident memory, without that of its own processes
+
+
 class Played(NamedTuple):
-    """What one process did: its steps but the first, and its processor seconds in all."""
+    """What one process did: its steps but the first."""
 
     steps: list[Step]
-    cpu_s: float
+    used: Used
 
 
 def make_base(shape: Shape, directory: Path) -> Path:
@@ -85,7 +94,7 @@ def play_ours(
     name = f"run-{len(list(runs.glob('*')))}"
     settings = [*shape.settings, f"model.base={base}", "sft=null", "eval=null"]
     settings += [f"train.steps={steps}", f"runs={runs}", f"name={name}"]
-    _, cpu_s = _run([*ART, "train", str(shape.config), *settings], threads=threads, checkout=checkout)
+    _, used = _run([*ART, "train", str(shape.config), *settings], threads=threads, checkout=checkout)
     lines = RunDir(runs / name).metrics()
     found = [
         Step(
@@ -99,26 +108,37 @@ def play_ours(
         )
         for before, line in pairwise(lines)
     ]
-    return Played(found, cpu_s)
+    return Played(found, used)
 
 
 def play_trl(shape: Shape, base: Path, settings: Sequence[str], *, steps: int, threads: int | None) -> Played:
-    output, cpu_s = _run([*TRL, shape.name, str(base), "--steps", str(steps), *settings], threads=threads)
+    output, used = _run([*TRL, shape.name, str(base), "--steps", str(steps), *settings], threads=threads)
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return Played([Step(**{name: line[name] for name in line if name in Step._fields}) for line in lines[1:]], cpu_s)
+    return Played([Step(**{name: line[name] for name in line if name in Step._fields}) for line in lines[1:]], used)
 
 
-def _run(command: Sequence[str], *, threads: int | None, checkout: Path = ROOT) -> tuple[str, float]:
-    """What it prints, and its processor seconds. Raises RuntimeError with its last lines: it failed."""
+def _run(command: Sequence[str], *, threads: int | None, checkout: Path = ROOT) -> tuple[str, Used]:
+    """What it prints, and what it took. Raises RuntimeError with its last lines: it failed."""
     environment = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(checkout)}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=DEADLINE_S)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-800:]}")
-    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    before, peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN), 0.0
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        with subprocess.Popen(command, env=environment, cwd=checkout, stdout=out, stderr=log) as process:
+            deadline = time.monotonic() + DEADLINE_S
+            while process.poll() is None:
+                with suppress(StopIteration):  # it has just ended
+                    peak_mb = status_mb("VmHWM", process.pid)
+                if time.monotonic() > deadline:
+                    process.kill()
+                time.sleep(0.1)
+        out.seek(0)
+        log.seek(0)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {log.read()[-800:]}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return out.read(), Used(cpu_s, peak_mb)
 
 
 def fastest(shape: Shape, base: Path, *, threads: int | None) -> tuple[str, ...]:
@@ -168,7 +188,7 @@ def compare(
             pairs.append((played[ROOT], played[before]))
     rows = []
     for part in ("step_s", "sample_s", "train_s", "cpu_s"):
-        values = [tuple(p.cpu_s if part == "cpu_s" else _median(p.steps, part) for p in pair) for pair in pairs]
+        values = [tuple(p.used.cpu_s if part == "cpu_s" else _median(p.steps, part) for p in pair) for pair in pairs]
         now, then = (statistics.median(value[side] for value in values) for side in (0, 1))
         ratios = sorted(one / other for one, other in values)
         spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})"
@@ -179,7 +199,8 @@ def compare(
 def _rows(shape: Shape, ours: Sequence[Played], trl: Sequence[Played], settings: Sequence[str]) -> list[Row]:
     our_steps, trl_steps = ([step for played in side for step in played.steps] for side in (ours, trl))
     ratio = _median(trl_steps, "step_s") / _median(our_steps, "step_s")
-    cpu = [f"{statistics.median(played.cpu_s for played in side):.1f} s" for side in (ours, trl)]
+    cpu = [f"{statistics.median(played.used.cpu_s for played in side):.1f} s" for side in (ours, trl)]
+    peak = [f"{max(played.used.peak_mb for played in side) / 1024:.2f} GiB" for side in (ours, trl)]
     shares = {part: _share(our_steps, part) for part in ("sample_s", "judge_s", "train_s")}
     split = ", ".join(f"{part.removesuffix('_s')} {share:.1%}" for part, share in shares.items())
     trl_sample = _share(trl_steps, "sample_s")
@@ -188,6 +209,7 @@ def _rows(shape: Shape, ours: Sequence[Played], trl: Sequence[Played], settings:
             "TRL " + " ".join(settings)),
         Row("1", f"{shape.name}: work of a step", _work(our_steps), _work(trl_steps), None, "equal"),
         Row("1", f"{shape.name}: processor seconds of the whole process", *cpu, None, ""),
+        Row("1", f"{shape.name}: peak memory of the process that trains", *peak, None, ""),
         Row("1", f"{shape.name}: where a step goes", f"{split}, rest {1 - sum(shares.values()):.1%}",
             f"sample {trl_sample:.1%}, train and rest {1 - trl_sample:.1%}", None, "rest < 3 %"),
     ]  # fmt: skip

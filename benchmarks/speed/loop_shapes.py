@@ -3,6 +3,7 @@
 tiny    make demo-tiny: tic-tac-toe with a model of 1.2M parameters, 256 games a step
 game    the same games with a Qwen3 of 17M parameters (hidden 384, 8 layers)
 agent   what an e-mail agent looks like: 24M parameters, 4 replies of 40 tokens after 800, three outputs of 150
+wide    the same with Qwen3-0.6B's shape and random weights, 8 attempts a step
 demo    recipes/assistant: SmolLM2-135M calls a tool and answers, 64 attempts a step
 """
 
@@ -164,6 +165,24 @@ def build_game(directory: Path) -> None:
     builtin_models.build(directory, make_tokenizer(), hidden=384, layers=8, heads=6, rope_theta=100.0)
 
 
+def build_wide(directory: Path) -> None:
+    """The model of the shape `wide`, with the tokenizer of the shape `agent`."""
+    sys.path.insert(0, str(AGENT))
+    import torch
+    from model import keep_words, make_tokenizer
+    from transformers import Qwen3ForCausalLM
+
+    from art_cli.models import builtin_models
+    from benchmarks.gpu.shapes import SHAPES as SIZES
+    from benchmarks.gpu.shapes import make_qwen3
+
+    torch.manual_seed(0)
+    tokenizer, model = make_tokenizer(), Qwen3ForCausalLM(make_qwen3(SIZES["0.6b"]))
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)  # wide enough for the tied head
+    builtin_models.save(directory, model, tokenizer)
+    keep_words(directory, tokenizer)
+
+
 class Shape(NamedTuple):
     name: str
     config: Path
@@ -194,5 +213,9 @@ SHAPES = {
             "builtin:smollm2-135m",
         ),
         Shape("agent", AGENT / "config.yaml", (), Agent(), ">= 5", ("--batch", "8", *_CACHED), ("4", "8", "16")),
+        Shape(
+            "wide", AGENT / "config.yaml", ("rollout.group_size=4", "rollout.groups_per_step=2"), Agent(), ">= 3",
+            ("--batch", "2", *_CACHED), ("1", "2"), "benchmarks.speed.loop_shapes:build_wide",
+        ),
     )
 }  # fmt: skip

@@ -24,13 +24,17 @@ def make_tokenizer() -> Any:
 
 
 def build(directory: Path) -> None:
-    """Only words of one token have an embedding, so that the model says no others. Text of random pieces of words would
+    tokenizer = make_tokenizer()
+    builtin_models.build(directory, tokenizer, hidden=384, layers=11, heads=6, positions=2048)
+    keep_words(directory, tokenizer)
+
+
+def keep_words(directory: Path, tokenizer: Any) -> None:
+    """Only words of one token keep an embedding, so that the model says no others. Text of random pieces of words would
     be split into other tokens when it comes back in the next prompt, which would then not continue the sampled ones.
     """
     from safetensors.torch import load_file, save_file
 
-    tokenizer = make_tokenizer()
-    builtin_models.build(directory, tokenizer, hidden=384, layers=11, heads=6, positions=2048)
     tensors = load_file(directory / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     whole = [ids[0] for ids in tokenizer([" " + word for word in words()[:1500]])["input_ids"] if len(ids) == 1]
