@@ -4,7 +4,7 @@
 
 SmolLM2-135M as the assistant of a shop (recipes/assistant), trained for a few steps on orders and customers. Every day
 users hold conversations through `art gateway --follow`. From the second week on most ask for prices, with new names.
-Half of them rate, a tenth of these a day late; a tenth of the ratings is forged. `art improve` is called every 240
+Half of them rate, a tenth of these a day late; a tenth of the ratings is forged. `art improve` is called every 120
 conversations, while requests are under way. Planted, by the number of the night:
 
     night 2   the judge breaks: rewards are turned round in training and gates
@@ -40,7 +40,7 @@ from art_cli.runs.served import read_served
 from benchmarks.shared.paths import ROOT
 
 RECIPE, HERE = ROOT / "recipes" / "assistant", Path(__file__).parent
-CHUNK, CONCURRENCY, NUM_CLIENTS = 240, 20, 12
+CHUNK, CONCURRENCY, NUM_CLIENTS = 120, 20, 12
 RATED, LATE, FORGED = 0.5, 0.1, 0.1
 PLANTED = {2: "judge", 3: "regression", 5: "poison", 6: "asks", 7: "raises"}
 KEYS = [f"sk-client-{number:02d}-0123456789" for number in range(NUM_CLIENTS + 2)]  # the last two forge
@@ -61,10 +61,11 @@ CONFIG: dict[str, Any] = {
         "rotate_s": 4,
     },
     "improve": {
-        "canary": {"metric": "solved", "share": 0.5, "client_share": 0.1, "max_ratings": 600},
+        "canary": {"metric": "solved", "share": 0.5, "client_share": 0.1, "max_ratings": 300},
         "scenario": "agent.py:scenario",
         "min_scenarios": 40,
         "max_scenarios": 120,
+        "steps": 8,
         "rehearsal": 0.25,
         "patience": 20,
     },
@@ -209,14 +210,14 @@ async def live(shop: Shop, days: int, per_day: int) -> tuple[list[Conversation],
 
 
 async def _improved_under_traffic(shop: Shop, users: Users, agent: Any, day: int, week: int) -> dict[str, Any]:
-    """Calls `art improve` while a conversation a second goes on, unrated."""
+    """Calls `art improve` while a conversation every two seconds goes on, unrated."""
     task = asyncio.create_task(asyncio.to_thread(shop.improve))
     number = 0
     while not task.done():
         number += 1
         (scenario,) = agent.make_scenarios(f"trickle-{len(users.done)}-{number}-{shop.seed}", week, 1)
         await users.chat([scenario], day, rates=False)
-        await asyncio.wait((task,), timeout=1.0)
+        await asyncio.wait((task,), timeout=2.0)
     return await task
 
 
@@ -261,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--days", type=int, default=14)
-    parser.add_argument("--per-day", type=int, default=480)
+    parser.add_argument("--per-day", type=int, default=240)
     parser.add_argument("--out", type=Path, help="a directory that keeps the runs")
     arguments = parser.parse_args()
     for seed in arguments.seeds:
