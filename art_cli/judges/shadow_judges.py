@@ -15,8 +15,8 @@ from statistics import fmean
 
 import msgspec
 
-from art_cli.config.schema import RulerJudgeConfig, RunConfig, ShadowConfig
-from art_cli.config.sections.judge_config import BlendJudgeConfig, CascadeJudgeConfig, FeedbackJudgeConfig, JudgeConfig
+from art_cli.config.checks import ranks
+from art_cli.config.schema import RunConfig, ShadowConfig
 from art_cli.judges import Judge, Verdict, make_judge
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory
@@ -106,11 +106,13 @@ def named_score(name: str, verdict: Verdict) -> Score:
 def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConfig) -> dict[str, float]:
     """For each shadow NAME, over trajectories with both a shadow score and a reward:
 
-    shadow/NAME mean shadow score shadow/NAME.reward mean reward shadow/NAME.gap reward - score; omitted for judges that
-    only compare attempts within a group shadow/NAME.std standard deviation within groups, like advantages; over the
-    whole step for groups of 1 shadow/NAME.reward_std the same for rewards shadow/NAME.correlation correlation within
-    groups; omitted if either side is constant shadow/NAME.num number of trajectories; 0 if no group was chosen or the
-    judge failed
+    shadow/NAME              mean shadow score
+    shadow/NAME.reward       mean reward
+    shadow/NAME.gap          reward - score; omitted for judges that only compare attempts within a group
+    shadow/NAME.std          standard deviation within groups, like advantages; over the whole step for groups of 1
+    shadow/NAME.reward_std   the same for rewards
+    shadow/NAME.correlation  correlation within groups; omitted if either side is constant
+    shadow/NAME.num          number of trajectories; 0 if no group was chosen or the judge failed
     """
     numbers: dict[str, float] = {}
     for name, each in config.shadow.items():
@@ -121,23 +123,12 @@ def shadow_numbers(groups: Sequence[Sequence[ScoredTrajectory]], config: RunConf
             continue
         reward, score = (fmean(pair[side] for group in pairs for pair in group) for side in (0, 1))
         numbers |= {f"shadow/{name}": score, f"shadow/{name}.reward": reward}
-        if not compares_only(each.judge) and not any(compares_only(part.judge) for part in config.by_source.values()):
+        if not ranks(each.judge) and not any(ranks(part.judge) for part in config.by_source.values()):
             numbers[f"shadow/{name}.gap"] = reward - score
         if all(len(group) == 1 for group in pairs):
             pairs = [[pair for group in pairs for pair in group]]
         numbers |= {f"shadow/{name}.{kind}": value for kind, value in compare_within(pairs).items()}
     return numbers
-
-
-def compares_only(judge: JudgeConfig) -> bool:
-    """Returns whether the judge only compares attempts within a group, so scores from different groups are not
-    comparable.
-    """
-    if isinstance(judge, BlendJudgeConfig):
-        return "ruler" in judge.blend or any(map(compares_only, judge.judges.values()))
-    if isinstance(judge, FeedbackJudgeConfig):
-        return judge.otherwise is not None and compares_only(judge.otherwise)
-    return isinstance(judge, RulerJudgeConfig | CascadeJudgeConfig)
 
 
 def _pair(trajectory: ScoredTrajectory, name: str) -> tuple[float, float] | None:
