@@ -84,6 +84,7 @@ def run(
     from art_cli.config.compose import load_gateway
     from art_cli.engines import engine_traits
     from art_cli.runtime import threads
+    from art_cli.serving.gateway.client_names import name_clients
     from art_cli.serving.gateway.gateway_service import Clients, GatewayService
     from art_cli.serving.gateway.journal import Journal
 
@@ -109,7 +110,7 @@ def run(
                     engine,
                     journal,
                     settings,
-                    clients=clients,
+                    clients=Clients(keys, name_clients(loaded.trajectories, keys)),
                     secrets_known=known,
                     policy=policy,
                     is_blind=is_following,

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from art_cli.runs.trajectory import Trajectory, sequence
 from art_cli.runtime.errors import ConfigError, RunError
 from art_cli.runtime.secrets import Secrets
 from art_cli.serving.gateway import conversations, journal
+from art_cli.serving.gateway.client_names import name_clients
 from art_cli.serving.gateway.gateway_service import Clients, GatewayService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
@@ -79,6 +80,7 @@ async def standing(
     *,
     is_killed: bool = False,
     secrets: Secrets | None = None,
+    keys: Sequence[str] = (ANN, BOB),
     **knobs: Any,
 ) -> AsyncIterator[Standing]:
     """A gateway in this process. `is_killed`: it ends without writing what it holds."""
@@ -93,8 +95,8 @@ async def standing(
             Engine(backend),  # type: ignore[arg-type]
             files,
             config,
-            clients=Clients([ANN, BOB]),
-            secrets_known=secrets or Secrets([ANN, BOB, UPSTREAM]),
+            clients=Clients(keys, name_clients(directory, keys)),
+            secrets_known=secrets or Secrets([*keys, UPSTREAM]),
             drain_s=1,
         )
         ready = asyncio.get_running_loop().create_future()

@@ -16,6 +16,8 @@ from art_cli.learners.sft.examples import best_attempts
 from art_cli.runs.durable import LineWriter, read_lines, write_lines
 from art_cli.runs.feedback import FeedbackEntry, latest, rating
 from art_cli.runs.trajectory import score_trajectory
+from art_cli.runtime.errors import DataError
+from art_cli.serving.gateway.client_names import name_clients
 from art_cli.serving.gateway.entries import CapturedCall, JournalEntry
 from art_cli.serving.gateway.feedback_service import new_id
 from art_cli.serving.gateway.journal import Journal
@@ -176,6 +178,24 @@ async def test_feedback_days_later_finds_calls_of_earlier_files_and_processes(tm
     async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
         body = {"metric_name": "thumbs", "value": True, "inference_id": ids[0]}
         assert await rated(gateway, body) == before[0].id and lines(tmp_path) == before
+
+
+async def test_a_key_that_takes_anothers_place_in_the_file_is_another_client(tmp_path: Path) -> None:
+    cat = "sk-cat-0123456789abcdef"
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        of_ann, of_bob = [await reply_id(gateway, key=key) for key in (ANN, BOB)]
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS, keys=[cat, BOB, ANN]) as gateway:
+        body = {"metric_name": "thumbs", "value": True, "inference_id": of_ann}
+        assert (await rate(gateway, body, key=cat)).status_code == 404
+        await rated(gateway, body, key=ANN)
+        await rated(gateway, {**body, "inference_id": of_bob}, key=BOB)
+        await rated(gateway, {**body, "inference_id": await reply_id(gateway, key=cat)}, key=cat)
+    assert [each.client for each in lines(tmp_path)] == ["key 1", "key 2", "key 3"]
+    known = (tmp_path / "clients.json").read_text()
+    assert not any(key in known for key in (ANN, BOB, cat))
+    (tmp_path / "clients.json").write_text('{"salt": 1}')
+    with pytest.raises(DataError, match="not a list of clients"):
+        name_clients(tmp_path, [ANN])
 
 
 async def test_an_index_of_an_earlier_version_is_brought_up_to_date_also_after_a_kill(tmp_path: Path) -> None:

@@ -67,20 +67,19 @@ Part = TypeVar("Part", Reply, Chunk)
 
 
 class Clients(Keys):
-    """The valid keys, in order. Without keys, all callers on this machine count as the same client."""
+    """The valid keys and their names in files. Without keys, all callers on this machine count as the same client."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        """Raises UsageError for keys that are too short to redact."""
+    def __init__(self, keys: Sequence[str], labels: Sequence[str] = ()) -> None:
+        """`labels` are the keys' names, by default "key 1", "key 2", ...
+
+        Raises UsageError for keys that are too short to redact.
+        """
         super().__init__(keys)
         for number, key in enumerate(keys, 1):
             if len(key) < MIN_LENGTH:
                 raise UsageError(f"key {number}: it is shorter than {MIN_LENGTH} characters; take a longer one")
         self._single = [Keys([key]) for key in keys]
-
-    @property
-    def labels(self) -> list[str]:
-        """The clients' names in files: "key 1", "key 2", ..."""
-        return [f"key {number}" for number in range(1, len(self._single) + 1)] or [ANYONE]
+        self.labels = [*labels] or [f"key {number}" for number in range(1, len(keys) + 1)] or [ANYONE]
 
     def admits(self, key: str | None) -> bool:
         return self.label(key) is not None

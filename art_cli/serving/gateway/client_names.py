@@ -1,0 +1,41 @@
+"""Clients' names in files: "key 1", "key 2", ... A name stays with its key, and no other key ever gets it.
+
+clients.json in the gateway's directory lists salted hashes of the keys, in the order in which they were first given.
+The order of the key file is therefore free, and a key that takes another's place there cannot rate or continue the
+other's conversations.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from art_cli.runs.durable import read_object, write_file
+from art_cli.runtime.errors import DataError, one_line
+
+FILE = "clients.json"
+
+
+class _Known(msgspec.Struct):
+    salt: str
+    hashes: list[str]  # SHA-256
+
+
+def name_clients(directory: Path, keys: Sequence[str]) -> list[str]:
+    """Returns each key's name, and records new keys. The caller holds the directory's lock.
+
+    Raises DataError for a file that art did not write.
+    """
+    path, known = directory / FILE, _Known(secrets.token_hex(16), [])
+    if path.exists():
+        try:
+            known = msgspec.convert(read_object(path), _Known)
+        except msgspec.ValidationError as error:
+            raise DataError(f"not a list of clients: {one_line(error)}", path) from None
+    hashes = [hashlib.sha256((known.salt + key).encode()).hexdigest() for key in keys]
+    if new := [each for each in dict.fromkeys(hashes) if each not in known.hashes]:
+        known.hashes += new
+        write_file(path, msgspec.json.format(msgspec.json.encode(known)) + b"\n")
+    return [f"key {known.hashes.index(each) + 1}" for each in hashes]
