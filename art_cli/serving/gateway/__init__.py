@@ -8,7 +8,7 @@
     reply_index.py         ReplyIndex: the conversation of each reply, for feedback that comes days later
     feedback_service.py    FeedbackService: /v1/feedback; FeedbackLog: feedback.jsonl
     conversations.py       Conversations: assigns calls to conversations and ends conversations
-    client_names.py        name_clients: "key 1", "key 2", ..., each for one key for ever
+    client_names.py        name_clients: "key 1", "key 2", ..., each for one key forever
     gateway_service.py     GatewayService: everything on a port, from the first call to the last file
                            Clients: API keys, with the client and conversation named by a key
                            ClientBackend: answers a client's calls, and returns once they are on disk
