@@ -101,6 +101,7 @@ def run(
     size, age = settings.rotate_mb * 1e6, settings.rotate_s
     made_journal = Journal(loaded.trajectories, group_size=settings.group_size, rotate_bytes=size, rotate_s=age)
     with made_journal as journal, _policy_engine(loaded, checkpoint, which, is_following) as made:
+        clients = Clients(keys, name_clients(loaded.trajectories, keys))
 
         async def serve() -> "Totals":
             async with _started(made) as (engine, policy):
@@ -110,7 +111,7 @@ def run(
                     engine,
                     journal,
                     settings,
-                    clients=Clients(keys, name_clients(loaded.trajectories, keys)),
+                    clients=clients,
                     secrets_known=known,
                     policy=policy,
                     is_blind=is_following,
