@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from art_cli.config.compose import LoadedConfig, load_config
+from art_cli.loop.nights.canary_test import Rating
 from art_cli.loop.nights.night import GateResult, Night, Nights, improve, roll_back
 from art_cli.runs.durable import lock_directory, read_lines
 from art_cli.runs.feedback import FeedbackEntry
@@ -216,6 +217,12 @@ def test_a_candidate_that_misses_a_gate_is_never_served(filled: Project) -> None
     assert night["outcome"] == "gates missed" and "traffic: reward>=baseline+1.5, found" in night["reason"]
     assert served is not None and served.canary is None and served.checkpoint == night["baseline"]
     assert "0 new scenarios in 0 conversations" in filled.improve(gate)["text"]
+    report = filled.root / "nights" / "night_0001" / "night.json"
+    files = [str((filled.root / file).resolve()) for file in night["files"]]
+    relative = report.read_text()
+    report.write_text(json.dumps(json.loads(relative) | {"files": files}))  # as an earlier version wrote it
+    assert "0 new scenarios in 0 conversations" in filled.improve(gate)["text"]
+    report.write_text(relative)
     moved = Project(filled.directory.rename(filled.directory.with_name("moved")), is_new=False)
     assert "0 new scenarios in 0 conversations" in moved.improve(gate)["text"]
 
@@ -315,6 +322,25 @@ def test_a_canary_that_was_ended_is_not_served_again(gated: LoadedConfig) -> Non
     assert night.outcome == "rolled back" and served == Served(BASELINE, "")
     with pytest.raises(RunError, match="no canary"):
         roll_back(gated.config.runs / "letters")
+
+
+@pytest.mark.parametrize(
+    ("num_ratings", "candidate", "outcome"),
+    [(98, 0.5, ""), (100, 0.5, "undecided"), (100, 0.6, ""), (200, 0.52, "undecided")],
+)
+def test_a_canary_without_a_gain_ends_at_half_of_its_ratings(
+    gated: LoadedConfig, monkeypatch: pytest.MonkeyPatch, num_ratings: int, candidate: float, outcome: str
+) -> None:
+    means = {False: 0.5, True: candidate}
+    ratings = [
+        Rating(is_candidate, means[is_candidate], f"key {number % 50}")
+        for number in range(num_ratings // 2)
+        for is_candidate in (False, True)
+    ]
+    monkeypatch.setattr("art_cli.loop.nights.night.read_ratings", lambda *_, **__: ratings)
+    loaded = load_config(gated.path, ["improve.canary.max_ratings=200"])
+    night, served = look(loaded)
+    assert night.outcome == outcome and (served.canary is None) == bool(outcome)
 
 
 def test_a_rollback_needs_no_wait_for_a_night_whose_candidate_is_then_never_served(gated: LoadedConfig) -> None:
