@@ -80,7 +80,7 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     grad_norm: float = float("nan")  # before clipping, mean over updates
     grad_clip: float = float("nan")  # after clipping, mean over updates
     learning_rate: float = float("nan")
-    update_kl: float = float("nan")  # KL(before the step || after) by k3; NaN without train.max_kl
+    update_kl: float = float("nan")  # KL(before the step || after), binary; NaN without train.max_kl
     # share of the last update that was kept; below 1: the update exceeded train.max_kl
     update_share: float = float("nan")
     logprob_gap: float = float("nan")  # mean |engine - learner| over trained tokens, before the initial update

@@ -291,11 +291,11 @@ class TrainConfig(Section):
     """How often a step trains on each trajectory. Every epoch makes `updates_per_step` optimizer steps. With 4 a policy
     needs a fraction of the rollouts (benchmarks/results/LEARNING.md); 1 is for runs that training limits."""
     max_kl: PositiveFloat | Literal["auto"] | None = "auto"
-    """The policy's largest movement in a step whose groups all have signal: KL(before || after) in nats per token,
-    estimated by k3 on trained tokens. With signal in a quarter of the groups, the bound is a quarter (unless
-    `loss.mean_over` is `trained`). A larger update is shortened until it fits, and is the step's last. Near the bound
-    this costs a forward pass. auto: 0.05 for a learner that holds the weights, null for a server's. null: neither
-    measured nor bounded."""
+    """The policy's largest movement in a step whose groups all have signal: KL(before || after) in nats per trained
+    token, between that token and any other (DPPO's binary KL, arXiv:2602.04879). With signal in a quarter of the
+    groups, the bound is a quarter (unless `loss.mean_over` is `trained`). A larger update is shortened until it fits,
+    and is the step's last. Near the bound this costs a forward pass. auto: 0.05 for a learner that holds the weights,
+    null for a server's. null: neither measured nor bounded."""
     max_staleness: Count = 0
     """The largest age in steps of the policy that sampled a token. 0: on-policy; engine and learner take turns. 1 or
     more: later batches are sampled while the learner works; needs `loss.off_policy`."""

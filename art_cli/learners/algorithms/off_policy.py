@@ -14,6 +14,7 @@ from torch import Tensor
 
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms.objectives import sample_mean
+from art_cli.learners.algorithms.pack_loss import binary_kl
 
 
 class SampledTerms(NamedTuple):
@@ -85,11 +86,7 @@ def dppo_weights(terms: SampledTerms, *, divergence: Literal["tv", "kl"], delta:
     """
     new, engine = terms.new.detach(), terms.engine
     now, then = new.exp(), engine.exp()
-    if divergence == "tv":
-        distance = (now - then).abs()
-    else:
-        others = (1 - then).clamp(min=1e-8).log() - (1 - now).clamp(min=1e-8).log()
-        distance = then * (engine - new) + (1 - then) * others
+    distance = (now - then).abs() if divergence == "tv" else binary_kl(engine, new)
     moves_away = ((terms.advantages > 0) & (now > then)) | ((terms.advantages < 0) & (now < then))
     weights = truncated_weights(terms.learner, engine, cap=cap)
     return weights.masked_fill(moves_away & (distance > delta), 0.0)

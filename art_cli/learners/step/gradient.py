@@ -14,7 +14,7 @@ from torch import Tensor
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
 from art_cli.learners.algorithms.off_policy import Correction, SampledTerms
-from art_cli.learners.algorithms.pack_loss import LossTerms, PackLoss, k3, pack_loss
+from art_cli.learners.algorithms.pack_loss import LossTerms, PackLoss, binary_kl, pack_loss
 from art_cli.learners.optimizer import Optimizer
 from art_cli.learners.packs.logprob_reader import side_by_side
 from art_cli.learners.packs.logprobs import TokenScores
@@ -184,7 +184,7 @@ class LossGradient:
     def divergence(
         self, update: Update, *, now: Sequence[Tensor] | None = None, heartbeat: Callable[[], None] = lambda: None
     ) -> float:
-        """Returns KL(before || now) in nats per policy token, estimator k3; NaN without policy tokens.
+        """Returns the mean `binary_kl` of policy tokens in nats, from `before` to now; NaN without policy tokens.
 
         `update.before` must be set. `now` are the packs' present logprobs, if a pass has computed them. The KL is
         infinite if a present logprob is not finite. `heartbeat` is called after every pack.
@@ -195,7 +195,7 @@ class LossGradient:
             is_policy = self._tensor(mask_of(pack.terms.weights, Row.POLICY))
             present = self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)] if now is None else now[index]
             # float64, because float32 rounding exceeds a KL below 1e-7
-            values = k3(of_pack.double(), present.double())[is_policy]
+            values = binary_kl(of_pack.double(), present.double())[is_policy]
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
             heartbeat()
         total, num_tokens = np.sum(self.runner.ranks.gather(sums, Floats), axis=0)
