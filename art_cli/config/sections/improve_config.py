@@ -26,8 +26,8 @@ class CanaryConfig(Section):
     margin: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Also promotes a candidate that is worse by less than this."""
     max_ratings: PositiveInt = 5000
-    """The ratings after which an undecided candidate is rolled back. From half of them on, a candidate whose mean rating
-    is not above the promoted policy's is rolled back."""
+    """The ratings after which an undecided candidate is rolled back; half as many if its mean rating is not above the
+    promoted policy's."""
     max_hours: PositiveFloat = 168.0
     """The hours after which an undecided candidate is rolled back."""
     client_share: Share = 0.1
