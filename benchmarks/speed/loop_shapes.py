@@ -3,7 +3,7 @@
 tiny    make demo-tiny: tic-tac-toe with a model of 1.2M parameters, 256 games a step
 game    the same games with a Qwen3 of 17M parameters (hidden 384, 8 layers)
 agent   what an e-mail agent looks like: 24M parameters, 4 replies of 40 tokens after 800, three outputs of 150
-wide    the same with Qwen3-0.6B's shape and random weights, 8 attempts a step
+wide    the same with Qwen3-0.6B's shape and random weights, 2 attempts a step
 demo    recipes/assistant: SmolLM2-135M calls a tool and answers, 64 attempts a step
 """
 
@@ -214,7 +214,7 @@ SHAPES = {
         ),
         Shape("agent", AGENT / "config.yaml", (), Agent(), ">= 5", ("--batch", "8", *_CACHED), ("4", "8", "16")),
         Shape(
-            "wide", AGENT / "config.yaml", ("rollout.group_size=4", "rollout.groups_per_step=2"), Agent(), ">= 3",
+            "wide", AGENT / "config.yaml", ("rollout.group_size=2", "rollout.groups_per_step=1"), Agent(), "> 1",
             ("--batch", "2", *_CACHED), ("1", "2"), "benchmarks.speed.loop_shapes:build_wide",
         ),
     )
