@@ -59,7 +59,7 @@ def is_function(source: ScenariosConfig, directory: Path) -> bool:
 def _read(path: Path, columns: Columns) -> list[Json]:
     if not path.is_file():
         hint = "a dataset of the hub needs `split`"
-        raise DataError(f"no such file; `rollout.scenarios` is a file of scenarios or 'file.py:function'; {hint}", path)
+        raise DataError(f"no such file; scenarios come from a file or 'file.py:function'; {hint}", path)
     if columns.is_chosen or not any("id" in scenario for _, scenario in _lines(path)):
         return columns.scenarios((TableRow(f"{path}:{number}", item) for number, item in _lines(path)), path)
     scenarios: list[Json] = []

@@ -52,7 +52,7 @@ def test_lines_and_items_without_any_id_get_hashes_of_their_content_whatever_the
 
 
 def test_a_missing_file_says_what_is_expected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file; `rollout.scenarios` is a file"):
+    with pytest.raises(DataError, match="no such file; scenarios come from a file"):
         load_scenarios("s.jsonl", tmp_path)
 
 
