@@ -57,10 +57,11 @@ RATE = "train.learning_rate"
 RATES = (1.0, 0.5, 2.0, 0.25, 4.0)  # multiples of the run's own rate, in pilot order
 NUM_ASKED = 8  # prompts recomputed to time a prompt
 MAX_PILOTS_S = 600.0  # no pilot starts after this time
-# Range of KL(before || after) for a whole first step of a learning run, in nats per token. Tic-tac-toe learns best at
-# 0.08, less at 0.02 and 0.3, hardly far above (docs/check.md). The lower end is half the square of MOVES, the logprob
-# change below which a policy hardly moves. The range is wide, so the run's own rate is replaced only if clearly wrong.
-LEAST_KL, MOST_KL = MOVES**2 / 2, 0.2
+# Range of the binary KL(before || after) for a whole first step of a learning run, in nats per token. Tic-tac-toe
+# learns best at 0.03, less at 0.007 and 0.1, hardly far above (docs/check.md). At the lower end a logprob changes by
+# about MOVES, below which a policy hardly moves. The range is wide, so the run's own rate is replaced only if clearly
+# wrong.
+LEAST_KL, MOST_KL = MOVES**2 / 6, 0.07
 SHARE_OF_MEMORY = 0.9  # largest share of memory for training
 STARTING = ("torch and transformers", "model", "learner", "engine and agent")  # start-up parts before the first reply
 OF_ROLLOUT = ("rollout", "metric", "none")  # judges that would read the same number again

@@ -294,7 +294,7 @@ def test_equal_gradients_have_no_noise() -> None:
 
 @pytest.mark.parametrize(
     ("moves", "chosen"),
-    [((1e-5, 1e-2, 1.0), 2.0), ((1e-5, 1e-4, 1e-2), 4.0), ((1e-9, 1e-8, 1e-7), 4.0), ((1.0, 2.0, 3.0), 1.0)],
+    [((1e-5, 1e-2, 1.0), 2.0), ((1e-5, 5e-5, 1e-2), 4.0), ((1e-9, 1e-8, 1e-7), 4.0), ((1.0, 2.0, 3.0), 1.0)],
 )
 def test_the_rate_is_the_nearest_that_moves_the_policy_within_bounds(moves: Sequence[float], chosen: float) -> None:
     advice = choose_rate([Pilot(rate, kl, None, 1.0) for rate, kl in zip((1.0, 2.0, 4.0), moves, strict=True)], 2.0)
