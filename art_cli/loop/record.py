@@ -31,10 +31,7 @@ MAX_DRAWING = 256 * 2**10  # maximum size of a drawing, in bytes
 # keys that may stay `auto` until the base model is known
 OPEN = ("model.dtype", "train.learning_rate", "train.max_kl", "loss.baseline")
 # a run keeps its values when the defaults change
-KEPT = (
-    *("train.max_kl", "train.decay", "train.decay_to", "loss.scale_advantages", "loss.baseline"),
-    *("rollout.group_size", "rollout.groups_per_step"),
-)
+KEPT = ("train.max_kl", "loss.scale_advantages", "loss.baseline", "rollout.group_size", "rollout.groups_per_step")
 OLDER = {"loss.baseline": "group"}  # values of runs whose record lacks the key
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 

@@ -65,7 +65,9 @@ SCORE_FAILURES = (
     "read the errors in step_*/trajectories.jsonl; name their classes in rollout.failures, so that such an attempt "
     "gets its group's lowest reward"
 )
-GENTLER = "a smaller train.max_kl, train.max_grad_norm or train.learning_rate, or train.clip_to_history=2"
+GENTLER = (
+    "a smaller train.max_kl, train.max_grad_norm or train.learning_rate, train.clip_to_history=2, or train.decay=linear"
+)
 FEWER_UPDATES = "fewer train.epochs_per_step or train.updates_per_step, or a smaller train.learning_rate"
 SAME_WEIGHTS = "model.dtype=float32, a smaller train.max_staleness, or train.max_logprob_gap to stop earlier"
 MEND_REWARD = (

@@ -658,8 +658,7 @@ def test_what_does_not_train_is_in_the_schema() -> None:
     ["name=other", "runs=/x", "gateway.port=99", "tracker=wandb", "train.steps=9", "learner.micro_batch_tokens=9"],
 )
 def test_what_does_not_train_changes_no_hash(override: str) -> None:
-    """The length of a run trains only where the rate decays over it, as by default."""
-    one, other = load(PLAIN, "train.decay=none"), load(PLAIN, "train.decay=none", override)
+    one, other = load(PLAIN), load(PLAIN, override)
     assert one != other
     assert config_hash(one) == config_hash(other)
     assert config_changes(dumped(one), dumped(other)) == []
@@ -695,7 +694,7 @@ def test_a_price_of_a_panels_member_makes_no_other_run() -> None:
 
 def test_the_length_of_a_run_trains_where_the_rate_decays_over_it() -> None:
     """A run may go on with another length, and records the change."""
-    one, other = load(PLAIN), load(PLAIN, "train.steps=9")
+    one, other = load(PLAIN, "train.decay=linear"), load(PLAIN, "train.decay=linear", "train.steps=9")
     assert config_hash(one) != config_hash(other)
     [change] = config_changes(dumped(one), dumped(other))
     assert (str(change), change.is_allowed) == ("train.steps: 50 -> 9", True)
@@ -704,7 +703,7 @@ def test_the_length_of_a_run_trains_where_the_rate_decays_over_it() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.decay=none", "train.decay_to=0.1"], "train.decay_to: used with train.decay 'linear' or 'cosine' only"),
+        (["train.decay_to=0.1"], "train.decay_to: used with train.decay 'linear' or 'cosine' only"),
         (
             ["train.decay=cosine", "train.steps=5", "train.warmup_steps=5"],
             "train.decay: the warm-up of 5 steps leaves none of train.steps (5) for it",

@@ -23,7 +23,6 @@ def optimizer(
     **knobs: object,
 ) -> Optimizer:
     """Of one parameter of ones at `place`, updated at `device`."""
-    knobs = {"decay": "none", **knobs}
     config = TrainConfig(
         learning_rate=learning_rate,
         warmup_steps=warmup_steps,

@@ -271,10 +271,10 @@ class TrainConfig(Section):
     plan` by its pilot steps at five rates. A run keeps the rate from its first step."""
     warmup_steps: Count = 0
     """The steps over which the learning rate grows from 0."""
-    decay: Literal["none", "linear", "cosine"] = "linear"
+    decay: Literal["none", "linear", "cosine"] = "none"
     """The decay from the warm-up's end to `train.steps`: none, linear, or half a cosine. Steps without signal do not
     count. If `train.steps` changes, later steps follow the new schedule."""
-    decay_to: UnitInterval = 0.1
+    decay_to: UnitInterval = 0.0
     """The final learning rate as a share of `learning_rate`."""
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.999]
     """AdamW's betas, the decay rates for its means of gradient and squared gradient."""
@@ -328,7 +328,7 @@ class TrainConfig(Section):
         """Yields (knob, message) for settings that have no effect."""
         if "decay_to" in self.model_fields_set and self.decay == "none":
             yield "decay_to", "used with train.decay 'linear' or 'cosine' only"
-        if {"decay", "decay_to"} & self.model_fields_set and self.decay != "none" and self.warmup_steps >= self.steps:
+        if self.decay != "none" and self.warmup_steps >= self.steps:
             yield "decay", f"the warm-up of {self.warmup_steps} steps leaves none of train.steps ({self.steps}) for it"
 
 

@@ -100,7 +100,7 @@ class RewardTrainer:
         trained = {name: p for name, p in self.weights.model.named_parameters() if p.requires_grad}
         chosen = (trained, self.rate), ({"weight": self.head.weight}, self.config.head_learning_rate)
         return [
-            Optimizer(parameters, TrainConfig(steps=num_updates, decay_to=0.0, learning_rate=rate))
+            Optimizer(parameters, TrainConfig(steps=num_updates, decay="linear", learning_rate=rate))
             for parameters, rate in chosen
         ]
 

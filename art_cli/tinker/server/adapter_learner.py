@@ -72,7 +72,7 @@ class AdapterLearner:
         self.packing = PackingCheck(self.runner)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         device = torch.device("cpu") if config.offload_optimizer else None
-        self.optimizer = Optimizer(self.parameters, TrainConfig(learning_rate=1e-4, decay="none"), device=device)
+        self.optimizer = Optimizer(self.parameters, TrainConfig(learning_rate=1e-4), device=device)
 
     @property
     def num_updates(self) -> int:

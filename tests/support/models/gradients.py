@@ -38,9 +38,7 @@ def learner(weights: Weights, loss: LossConfig | AlgorithmConfig | None = None, 
     return TorchLearner(
         weights,
         LearnerSetup(
-            train=TrainConfig(
-                **{"learning_rate": 1e-3, "decay": "none", "epochs_per_step": 1, "max_logprob_gap": 10.0, **knobs}
-            ),
+            train=TrainConfig(**{"learning_rate": 1e-3, "epochs_per_step": 1, "max_logprob_gap": 10.0, **knobs}),
             loss=loss or GrpoConfig(),
             learner=TorchLearnerConfig(**shape),
             sampling_max_tokens=MAX_TOKENS,
