@@ -57,7 +57,7 @@ def night(gain: float, share: float, num_requests: int, seed: int) -> Ended:
         test.add(rating)
         if test.verdict != "open":
             return Ended(test.verdict, number)
-        if test.num >= num_requests * RATED / 2 and test.candidate.mean <= test.promoted.mean:
+        if test.num >= num_requests * RATED / 2 and test.shows_no_gain:
             return Ended("open", number)
     return Ended("open", num_requests)
 

@@ -27,7 +27,7 @@ class CanaryConfig(Section):
     """Also promotes a candidate that is worse by less than this."""
     max_ratings: PositiveInt = 5000
     """The ratings after which an undecided candidate is rolled back; half as many if its mean rating is not above the
-    promoted policy's."""
+    promoted policy's, less `margin`."""
     max_hours: PositiveFloat = 168.0
     """The hours after which an undecided candidate is rolled back."""
     client_share: Share = 0.1

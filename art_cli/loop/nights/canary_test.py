@@ -72,6 +72,11 @@ class CanaryTest:
     def num(self) -> int:
         return self.promoted.num + self.candidate.num
 
+    @property
+    def shows_no_gain(self) -> bool:
+        """Returns whether the candidate's mean rating is not above the promoted policy's, less the margin."""
+        return self.candidate.mean + self._margin <= self.promoted.mean
+
     def add_all(self, ratings: Iterable[Rating]) -> None:
         """Counts ratings until the test has decided."""
         for rating in ratings:

@@ -432,7 +432,7 @@ def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
     elif test.num >= config.max_ratings or hours >= config.max_hours:
         night.outcome = "undecided"
         night.reason = f"{test.num} ratings in {hours:.1f} hours did not show that it is better"
-    elif test.num >= config.max_ratings / 2 and test.candidate.mean <= test.promoted.mean:
+    elif test.num >= config.max_ratings / 2 and test.shows_no_gain:
         night.outcome, night.reason = "undecided", f"after {test.num} ratings its feedback was not better"
     after = msgspec.structs.replace(served, canary=None)
     if night.outcome == "promoted":

@@ -325,12 +325,25 @@ def test_a_canary_that_was_ended_is_not_served_again(gated: LoadedConfig) -> Non
 
 
 @pytest.mark.parametrize(
-    ("num_ratings", "candidate", "outcome"),
-    [(98, 0.5, ""), (100, 0.5, "undecided"), (100, 0.6, ""), (200, 0.52, "undecided")],
+    ("num_ratings", "candidate", "margin", "outcome"),
+    [
+        (98, 0.5, 0.0, ""),
+        (100, 0.5, 0.0, "undecided"),
+        (100, 0.6, 0.0, ""),
+        (200, 0.52, 0.0, "undecided"),
+        (100, 0.45, 0.1, ""),
+        (100, 0.45, 0.05, "undecided"),
+    ],
 )
 def test_a_canary_without_a_gain_ends_at_half_of_its_ratings(
-    gated: LoadedConfig, monkeypatch: pytest.MonkeyPatch, num_ratings: int, candidate: float, outcome: str
+    gated: LoadedConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    num_ratings: int,
+    candidate: float,
+    margin: float,
+    outcome: str,
 ) -> None:
+    """A candidate may be worse by the margin, and then still be promoted."""
     means = {False: 0.5, True: candidate}
     ratings = [
         Rating(is_candidate, means[is_candidate], f"key {number % 50}")
@@ -338,7 +351,7 @@ def test_a_canary_without_a_gain_ends_at_half_of_its_ratings(
         for is_candidate in (False, True)
     ]
     monkeypatch.setattr("art_cli.loop.nights.night.read_ratings", lambda *_, **__: ratings)
-    loaded = load_config(gated.path, ["improve.canary.max_ratings=200"])
+    loaded = load_config(gated.path, ["improve.canary.max_ratings=200", f"improve.canary.margin={margin}"])
     night, served = look(loaded)
     assert night.outcome == outcome and (served.canary is None) == bool(outcome)
 
