@@ -25,7 +25,7 @@ ALWAYS = frozenset(
         # the rollouts give these (loop.batches)
         *("sample_s", "judge_s", "num_unscored", "tokens_sampled", "turns", "sample_tokens_per_s"),
         *("num_without_turns", "num_limited", "num_policy_failed", "failing_share", "truncated_share"),
-        *("staleness", "staleness_max"),
+        *("settled_share", "staleness", "staleness_max"),
         # the run itself gives these
         *("probe_gap", "probe_undecided", "probe_share", "probe_share_error", "run_s"),
     }

@@ -43,7 +43,7 @@ from art_cli.loop.source_mix import SourceMix
 from art_cli.rollouts.rollout_runner import Progress, RolloutPlan, shown
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, has_signal
+from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, has_signal
 from art_cli.runtime.errors import RunError
 from art_cli.runtime.threads import end
 
@@ -285,7 +285,7 @@ class Batches:
         self, played: _PlayedStep, groups: list[list[ScoredTrajectory]], trained: list[list[ScoredTrajectory]]
     ) -> dict[str, float]:
         """Returns the step's metrics, without the judge's cost."""
-        numbers = _rollout_numbers(played) | self._concurrency()
+        numbers = _rollout_numbers(played) | self._concurrency() | {"settled_share": settled_share(groups)}
         if self.config.learner.trains_weights:  # a prompt learner always samples with the weights of step 0
             replayed = [trajectory for members in played.replayed for trajectory in members]
             numbers |= _staleness([*played.groups.done, *replayed], played.step)
@@ -366,6 +366,16 @@ def _rollout_numbers(played: _PlayedStep) -> dict[str, float]:
 
 def _is_failing(attempts: Sequence[Trajectory]) -> bool:
     return 2 * sum(each.error is not None for each in attempts) >= len(attempts)
+
+
+def settled_share(groups: Sequence[Sequence[ScoredTrajectory]]) -> float:
+    """Returns the share of groups whose attempts sampled the same tokens, for less than the step's best reward."""
+    best, num = max((reward for members in groups for reward in rewards_of(members)), default=0.0), 0
+    for members in groups:
+        sampled = {tuple(tuple(turn.sampled_ids) for turn in each.turns) for each in members}
+        is_same = len(members) > 1 and len(sampled) == 1 and any(sampled.pop())
+        num += is_same and max(rewards_of(members), default=best) < best - EQUAL_REWARDS
+    return num / max(len(groups), 1)
 
 
 def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:

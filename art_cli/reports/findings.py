@@ -6,6 +6,7 @@ no_signal         most groups in several steps have equal rewards
 entropy_collapse  the policy became certain while the reward did not improve
 hardly_moves      several updates hardly change any logprob, despite signal
 frozen            recent groups have no signal, the policy is certain, and the reward is not at its maximum
+settled           all attempts at some scenarios sample the same tokens, for less than other attempts earn
 stuck             reward and entropy did not change for long: no spread, or a noisy reward
 failures          many rollouts fail in several steps
 failing_pays      more rollouts fail than at first, while the others' reward rises: perhaps the policy fails on purpose
@@ -54,6 +55,10 @@ SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
 EXPLORE = (
     "loss.entropy_floor, a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher "
     "rollout.sampling.temperature"
+)
+UNSETTLE = (
+    "read such an attempt (art view): what earns a part of the reward without the rest should earn less; "
+    "loss.baseline=shrunk, or a higher rollout.sampling.temperature"
 )
 NOTHING_TO_LEARN = (
     "rollout.refill, scenarios neither solved nor hopeless (rollout.choose=adaptive), a larger rollout.group_size, "
@@ -106,6 +111,7 @@ SOLVED = 0.95  # mean reward from which nothing is left to learn, if 1 is the us
 MOVES = 0.02
 FROZEN = 2  # consecutive latest steps without signal in a frozen run
 NO_ENTROPY = 0.1  # nats per token of a policy with hardly any alternatives
+SETTLED_STEPS, SETTLED_TIMES, SETTLED = 8, 3, 0.05  # of so many steps so many with settled groups, this mean share
 MAX_POOLS = 3  # number of pools named in a finding
 STUCK = 10  # consecutive steps without change of reward and entropy in a stuck run
 STUCK_RISE = 0.2  # like STILL, for a stuck run
@@ -489,6 +495,12 @@ def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
             f"{_mean(span, 'entropy'):.2g} in steps {_span(span)}, and the reward stood still"
         )
         yield RunFinding("entropy_collapse", *_ends(span), text + _reward(span), [], EXPLORE)
+    for span in _spans(updates, _settled, width=SETTLED_STEPS) if is_comparable else ():
+        text = (
+            f"the policy settled for a part of the reward: at {_mean(span, 'settled_share'):.0%} of the scenarios of "
+            f"steps {_span(span)} all attempts sampled the same tokens, for less than other attempts earned"
+        )
+        yield RunFinding("settled", *_ends(span), text + _reward(span), [], UNSETTLE)
     for span in _spans(updates, lambda window: _rests(first, window, is_comparable=is_comparable), width=SURE):
         text = (
             f"the policy hardly moves in steps {_span(span)}: a step's updates change a trained token's logprob by "
@@ -496,6 +508,13 @@ def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
             f"{_mean(span, 'learning_rate'):.1g}"
         )
         yield RunFinding("hardly_moves", *_ends(span), text + _reward(span), [], FASTER)
+
+
+def _settled(window: Window) -> list[bool]:
+    """Marks the steps with settled groups, if there are several of them."""
+    shares = [update.get("settled_share") or 0.0 for update in window]
+    is_found = sum(map(bool, shares)) >= SETTLED_TIMES and fmean(shares) >= SETTLED
+    return [is_found and share > 0 for share in shares]
 
 
 def _share_clipped(window: Window) -> str:

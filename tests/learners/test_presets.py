@@ -114,13 +114,9 @@ def test_a_shrunk_baseline_lies_between_the_mean_of_the_group_and_of_the_step() 
     far = shrunk_of([0.0, 1.0, 2.0], [1000.0, 1001.0, 1002.0])
     own = {f"{group}/{index}": value for group in "ab" for index, value in enumerate((-1.5, 0.0, 1.5))}
     assert all(far.get(name, 0.0) == pytest.approx(value, abs=0.01) for name, value in own.items())
-    # s = 1 / 4, t = 1 / 8 - s / 2 = 0: a group of equal rewards counts as its distance from the other group
-    assert shrunk_of([0.0, 0.0], [0.0, 1.0]) == pytest.approx({"a/0": -0.5, "a/1": -0.5, "b/0": 0.0, "b/1": 1.0})
 
 
 def test_a_shrunk_baseline_gives_nothing_where_rewards_tell_nothing() -> None:
-    """Rewards equal within each group have no noise, so that their groups' means are exact."""
-    assert shrunk_of([0.1, 0.1, 0.1, 0.1], [0.7, 0.7, 0.7, 0.7]) == {}
     assert shrunk_of([0.3, 0.3], [0.3, 0.3]) == {} and shrunk_of([1.0]) == {}
     assert shrunk_of([0.0, 1.0]) == pytest.approx({"a/0": -1.0, "a/1": 1.0})  # one group: the others in it
 
@@ -130,6 +126,18 @@ def test_with_a_shrunk_baseline_signal_is_still_what_differs_within_a_group() ->
     algorithm = build_algorithm(config_of("grpo", baseline="shrunk"), max_tokens=10)
     batch = make_step_samples(played([0.0, 0.0], [0.0, 1.0]), algorithm)
     assert (len(batch.groups), batch.num_with_signal, batch.no_signal_share) == (2, 1, 0.5)
+
+
+def test_a_shrunk_baseline_compares_a_group_of_equal_rewards_with_the_other_groups() -> None:
+    """0.3 twice, beside 1 twice and 0, 1: the mean of the other four is 0.75, and 0.4 for the second group."""
+    # s = 1 / 4, t = 1 / 8 - s / 2 = 0
+    assert shrunk_of([0.0, 0.0], [0.0, 1.0]) == pytest.approx({"a/0": -0.5, "a/1": -0.5, "b/0": 0.0, "b/1": 1.0})
+    apart = {"a/0": -0.6, "a/1": -0.6, "b/0": 0.6, "b/1": 0.6}
+    assert shrunk_of([0.1, 0.1], [0.7, 0.7]) == pytest.approx(apart)  # no group has signal
+    settled, best, mixed = over_shrunk_mean([[0.3, 0.3], [1.0, 1.0], [0.0, 1.0]])
+    assert settled == pytest.approx([0.3 - 0.75] * 2)
+    assert best == pytest.approx([1.0 - 0.4] * 2)
+    assert mixed[0] < 0 < mixed[1]
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=5), min_size=2, max_size=5))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from art_cli.config.compose import load_config
 from art_cli.config.sections.rollout_config import RolloutConfig
 from art_cli.judges import make_judge
-from art_cli.loop.batches import Batch, Batches, StepGroups
+from art_cli.loop.batches import Batch, Batches, StepGroups, settled_share
 from art_cli.loop.owed_groups import GroupPlace
 from art_cli.loop.policy_sampler import Sampler
 from art_cli.loop.source_mix import SourceMix
@@ -23,6 +24,7 @@ from art_cli.rollouts.rollout_runner import OnFinished, Progress, RolloutPlan
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
 from tests.support.paths import LETTERS
+from tests.support.records.attempts import scored
 
 CONFIG = RolloutConfig(entry="none.py:none", scenarios="none", group_size=2, groups_per_step=4, refill=4.0)
 
@@ -231,3 +233,13 @@ def test_a_step_that_is_killed_after_any_trajectory_ends_with_the_same_groups(tm
             asyncio.run(make_batch(tmp_path / "often", sampler))
         played += sampler.played
     assert played == whole.played
+
+
+def test_the_share_of_groups_that_settled_for_less() -> None:
+    """The same tokens for 0.3, where another attempt earned 1; not other tokens, the best reward, or no tokens."""
+    same = [scored("a", index, 0.3) for index in range(2)]
+    [other] = [scored("a", 1, 0.3, turns=same[0].turns[:1])]
+    best, silent = [scored("b", n, 1.0) for n in range(2)], [scored("c", n, 0.3, turns=[]) for n in range(2)]
+    failed = [msgspec.structs.replace(scored("d", n, error="timeout: late"), reward=None, scores=[]) for n in range(2)]
+    assert settled_share([same, best, silent, failed]) == 0.25
+    assert settled_share([[same[0], other], best]) == settled_share([same]) == settled_share([]) == 0.0

@@ -4,7 +4,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -188,6 +188,19 @@ def test_a_few_scenarios_that_begin_to_fail_are_a_finding() -> None:
     assert found.kind == "failing_pays" and found.text.startswith(
         "scenarios of which most rollouts failed rose from 0%"
     )
+
+
+@pytest.mark.parametrize(("settled", "expected"), [((4, 5, 8), [(4, 8)]), ((4, 5), []), ((1, 8, 20), [])])
+def test_a_policy_that_settles_for_a_part_of_the_reward_is_found(
+    settled: Sequence[int], expected: list[tuple[int, int]]
+) -> None:
+    """A group of four in three steps of eight says one thing for less than the best; twice, or far apart, is chance."""
+    rows = [
+        UpdateNumbers(n, {"settled_share": 0.25 * (n in settled), "reward_mean": 0.5 + 0.01 * n}) for n in range(1, 21)
+    ]
+    found = find(History(rows, []))
+    assert [(each.step, each.until) for each in found if each.kind == "settled"] == expected
+    assert not find(History(rows, []), is_comparable=False)
 
 
 def _updates(**series: list[float]) -> list[UpdateNumbers]:

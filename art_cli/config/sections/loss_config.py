@@ -180,7 +180,8 @@ class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
     baseline: Literal["auto", "group", "shrunk"] = "auto"
     """What is subtracted from a reward. group: the group's mean. shrunk: the mean of the group's other rewards, drawn
     toward the mean of the step's other groups the more it is noise (Zeng et al. 2025, arXiv:2511.03710). Groups of few
-    attempts then teach more, also those with equal rewards. It needs rewards that compare across scenarios. auto:
+    attempts then teach more. A group of equal rewards is compared with the other groups alone, so a policy leaves an
+    answer that earns only a part of the reward. It needs rewards that compare across scenarios. auto:
     shrunk for steps of up to 16 attempts in four or more groups, if the judge does not rank and no setting weighs,
     replays or replaces groups."""
 

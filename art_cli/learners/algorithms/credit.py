@@ -51,8 +51,10 @@ def over_shrunk_mean(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     Zeng et al. 2025, Shrinkage Baselines (arXiv:2511.03710): the mean of a few rewards is noisy, and James and Stein's
     estimator draws it toward the mean of all. w = t / (t + s / (G - 1)), where s is the variance within groups and t
     the variance of the groups' true means, both estimated from the step; the paper also leaves the group out of w.
-    A group of one has w = 0, and a single group w = 1. Rewards 0, 1 and 0, 1: s = 0.5, t = 0, so w = 0 and each
-    advantage is the reward minus 0.5.
+    A single group has w = 1. Rewards 0, 1 and 0, 1: s = 0.5, t = 0, so w = 0 and each advantage is reward - 0.5.
+
+    Ours: a group of equal rewards has w = 0, because it says nothing within itself. If all its attempts earn less than
+    the others, they count as failures. So a policy leaves a path that earns a part of the reward.
     """
     flat = [reward for group in rewards for reward in group]
     if not has_signal(flat):
@@ -66,8 +68,9 @@ def over_shrunk_mean(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     centred = []
     for group, of_group in zip(rewards, sums, strict=True):
         others, rest = len(group) - 1, (total - of_group) / max(num - len(group), 1)
-        shrunk = within / others if others else math.inf
-        weight = 1.0 if between == math.inf or not shrunk else between / (between + shrunk)
+        weight = 0.0
+        if has_signal(group):
+            weight = 1.0 if between == math.inf else between / (between + within / others)
         own = [(of_group - reward) / max(others, 1) for reward in group]
         values = [r - weight * mean - (1 - weight) * rest for r, mean in zip(group, own, strict=True)]
         centred.append([0.0 if abs(value) <= EQUAL_REWARDS else value for value in values])

@@ -42,6 +42,7 @@ KINDS = {
     "hardly_moves": "the policy hardly moves",
     "stuck": "nothing is learned",
     "frozen": "one answer is left",
+    "settled": "settled for a part of the reward",
     "failures": "failures",
     "parted": "reward and anchor parted",
     "judge_changed": "another judge",
