@@ -18,7 +18,9 @@ All sides share base, adapter and the order of scenarios. A side of small steps 
 trainer plays the same rollout function (trl_side.py); the assistant's agent calls tools, so its TRL side is
 benchmarks/speed/loop_trl.py at the fastest of its settings.
 
-Sides named `k3` were run before 2026-11-29, when the bound on a step counted the KL by k3. They cannot be run again.
+Some sides cannot be run again. `k3`: before 2026-11-29, when the bound on a step counted the KL by k3. `own ties`: the
+day after, when a group of equal rewards was compared mostly with itself. `low ties`: a trial in which only such groups
+below the others were compared with the others.
 
 Every run is a row of benchmarks/results/reach.jsonl: the attempts and the mean reward of each step, and the share of
 right answers among held-out scenarios by attempts. Rows that are there are not run again. A run has reached the target
