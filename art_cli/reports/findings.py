@@ -477,9 +477,9 @@ def _cascade_drifted(updates: Sequence[UpdateNumbers]) -> Iterator[RunFinding]:
 
 def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
     updates = history.updates
-    for span in _spans(updates, _holds(lambda update: update.get("no_signal_share"), NO_SIGNAL)):
+    for span in _spans(updates, _holds(_silent_share, NO_SIGNAL)):
         if not _is_solved(span):
-            share = fmean(update.get("no_signal_share") or 0.0 for update in span)
+            share = fmean(_silent_share(update) or 0.0 for update in span)
             text = f"{share:.0%} of the groups of steps {_span(span)} had no signal: equal rewards within a group"
             yield RunFinding("no_signal", *_ends(span), text + _reward(span), [], NOTHING_TO_LEARN)
     for span in _spans(updates, _holds(lambda update: update.per_attempt("num_failed"), FAILURES)):
@@ -545,7 +545,7 @@ def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding
 
 def _frozen(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
     """Yields the latest steps if their groups lack signal and entropy is nearly 0, as in a short run."""
-    silent = list(takewhile(lambda update: update.get("no_signal_share") == 1.0, reversed(updates)))[::-1]
+    silent = list(takewhile(lambda update: _silent_share(update) == 1.0, reversed(updates)))[::-1]
     entropies = [update.metrics["entropy"] for update in updates if "entropy" in update.metrics]
     if not FROZEN <= len(silent) < len(updates) or not entropies or not _mean(silent, "reward_mean") < SOLVED:
         return
@@ -561,6 +561,12 @@ def _frozen(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFindin
         f"the same reward, and the entropy is {entropies[-1]:.2g} nats{_reward(silent)}"
     )
     yield RunFinding("frozen", begin, end, text + (f"; stuck: {lowest}" if lowest else ""), [], THAW)
+
+
+def _silent_share(update: UpdateNumbers) -> float | None:
+    """Returns the share of groups without signal; 0 if none had signal and the step compared them with each other."""
+    share = update.get("no_signal_share")
+    return 0.0 if share == 1.0 and update.get("num_updates") else share
 
 
 def _is_flat(first: Window, window: Window) -> list[bool]:

@@ -233,6 +233,16 @@ def test_a_run_that_is_stuck_at_a_low_reward_is_found() -> None:
     assert kinds(apart) == ["no_signal"]
 
 
+@pytest.mark.parametrize(("num_updates", "found"), [(0.0, ["no_signal"]), (2.0, [])])
+def test_groups_of_equal_rewards_that_are_compared_with_each_other_have_signal(
+    num_updates: float, found: list[str]
+) -> None:
+    """With a shrunk baseline a step may learn although no reward differs within a group."""
+    steps = {"no_signal_share": [0.5, 0.5, *[1.0] * 6], "reward_mean": [0.8, 0.9] * 4, "reward_std": [0.3] * 8}
+    updates = _updates(**steps, num_updates=[2.0, 2.0, *[num_updates] * 6])
+    assert kinds(find(History(updates, []))) == found
+
+
 @pytest.mark.parametrize(
     "rewards",
     [
