@@ -1,5 +1,6 @@
 """A night: scenarios, training, gates, canary, verdict. Each part is skipped if the night's report has it already."""
 
+import contextlib
 import logging
 import os
 import time
@@ -27,6 +28,7 @@ from art_cli.runs.manifest import digest_of, read_manifest
 from art_cli.runs.run_checkpoints import choose, fork, run_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import Canary, Served, changing, read_served, write_served
+from art_cli.runs.storage.mirror import Mirror, NoMirror, mirrored
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import (
     ArtError,
@@ -131,6 +133,8 @@ class Nights:
 async def improve(loaded: LoadedConfig) -> Improved:
     """Does what is due: begins or resumes a night, up to its canary, or reads the canary's feedback.
 
+    With a store, the run's nights and the gateway's files are kept there too, and another machine goes on with them.
+
     Raises UsageError for gates that cannot hold, RunError if the run has no checkpoint or another process improves it,
     and the errors of training and evaluation; the next call tries again, and gives the night up after MAX_FAILURES
     tries.
@@ -141,25 +145,34 @@ async def improve(loaded: LoadedConfig) -> Improved:
             evaluate.check_gates([evaluate.parse_gate(text, (BASELINE, CANDIDATE))], CANDIDATE)
         except UsageError as error:
             raise UsageError(f"improve.gates.{name}: {str(error).removeprefix('--gate').lstrip(': ')}") from None
-    if not RunDir(nights.run).checkpoint_steps():
-        raise RunError(f"{nights.run}: no checkpoint to improve; `art train` makes the first one")
+    run, store = RunDir(nights.run), loaded.config.store
+    if store is None and not run.checkpoint_steps():
+        raise RunError(f"{run.root}: no checkpoint to improve; `art train` makes the first one")
     make_directory(nights.root)
-    with lock_directory(nights.root, nights.root / "lock"):
-        known = nights.all()
-        served = read_served(nights.run) or _first_served(nights.run)
-        night = next((each for each in known if not each.outcome), None)
-        if night is None:
-            if why := _is_stopped(known, config):
-                return Improved(None, why)
-            begun = _begin(loaded, nights, known, served)
-            if isinstance(begun, str):
-                return Improved(None, begun)
-            night = begun
-        if night.trial is None:
-            await _prepare(loaded, nights, night, served)
-        if not night.outcome:
-            _follow_canary(loaded, nights, night)
-        return Improved(night, _told(night, config))
+    keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
+    lock = contextlib.nullcontext() if store is None else run.lock()  # a run in a store has one mirror
+    with lock_directory(nights.root, nights.root / "lock"), lock:
+        async with mirrored(run, store, keep=keep, keeps_best=keeps_best) as mirror:
+            return await _improve(loaded, nights, mirror)
+
+
+async def _improve(loaded: LoadedConfig, nights: Nights, mirror: Mirror | NoMirror) -> Improved:
+    config, known = _section(loaded), nights.all()
+    served = read_served(nights.run) or _first_served(nights.run)
+    night = next((each for each in known if not each.outcome), None)
+    if night is None:
+        if why := _is_stopped(known, config):
+            return Improved(None, why)
+        begun = _begin(loaded, nights, known, served)
+        if isinstance(begun, str):
+            return Improved(None, begun)
+        night = begun
+    if night.trial is None:
+        await _prepare(loaded, nights, night, served)
+    mirror.check()
+    if not night.outcome:
+        _follow_canary(loaded, nights, night)
+    return Improved(night, _told(night, config))
 
 
 def roll_back(run: Path) -> Served:

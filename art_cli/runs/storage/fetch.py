@@ -82,7 +82,9 @@ def _set_aside(run: RunDir) -> Path:
 
 
 def _of_run(there: Objects) -> dict[str, Stored]:
-    return {name: each for name, each in there.items() if name not in NOT_KEPT and not name.startswith(f"{HOME}/")}
+    return {
+        name: each for name, each in there.items() if not NOT_KEPT.fullmatch(name) and not name.startswith(f"{HOME}/")
+    }
 
 
 def _has_run(there: Objects) -> bool:

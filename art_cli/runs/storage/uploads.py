@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from art_cli.runs.durable import remove
 from art_cli.runs.manifest import MANIFEST, STEP_NAME, Manifest
 from art_cli.runs.run_checkpoints import superseded
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.served import SERVED_FILE
 from art_cli.runs.storage.object_store import ObjectStore, Stored, is_safe
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ GROWING_S = 15.0  # minimum seconds between uploads of a growing file
 LOGS_S = 120.0  # minimum for logs, which resuming does not need
 UPLOAD_SHARE = 0.05  # maximum share of time spent on uploading one growing file
 MAX_MANIFEST_BYTES = 16 * 2**20
-NOT_KEPT = frozenset({"logs/lock"})
+NOT_KEPT = re.compile(r"(.*[./])?lock")  # files that lock a directory
 CHECKPOINTS = "checkpoints"
 
 
@@ -95,6 +97,7 @@ class Uploads:
         if files or self._unsent():  # another machine may have taken over while this machine was asleep
             self._confirm()
         needed = [file for file in files if _is_needed(file.name, newest)]
+        needed.sort(key=lambda file: file.name == SERVED_FILE)  # after the night that it names
         for file in needed:
             self._send_file(file)
         # A newer checkpoint must wait until the files of its step are uploaded.
@@ -128,7 +131,7 @@ class Uploads:
                 if not name.startswith(".") and (prefix or name not in (CHECKPOINTS, "lease"))
             )
             for name in sorted(names):
-                if is_safe(prefix + name) and prefix + name not in NOT_KEPT:
+                if is_safe(prefix + name) and not NOT_KEPT.fullmatch(prefix + name):
                     with contextlib.suppress(OSError):  # the file was replaced or removed
                         path = Path(place, name)
                         status = path.lstat()
@@ -247,4 +250,4 @@ def _is_needed(name: str, newest: int) -> bool:
     """Returns True if resuming from the newest checkpoint may need this file."""
     first = name.partition("/")[0]
     match = STEP_NAME.fullmatch(first)
-    return int(match[1]) < newest if match is not None else first != "logs"
+    return int(match[1]) < newest if match is not None else first not in ("logs", "gateway")

@@ -21,7 +21,7 @@ from art_cli.loop.nights.canary_test import Rating
 from art_cli.loop.nights.night import GateResult, Night, Nights, improve, roll_back
 from art_cli.runs.durable import lock_directory, read_lines
 from art_cli.runs.feedback import FeedbackEntry
-from art_cli.runs.manifest import Manifest, new_checkpoint
+from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import Served, read_served, write_served
 from art_cli.runs.trajectory import Trajectory
@@ -207,6 +207,29 @@ def test_a_night_that_is_killed_at_any_instant_resumes(filled: Project) -> None:
     for path in paths:  # each scenario once by each policy
         ids = [each.scenario_id for each in read_lines(path, Trajectory)]
         assert len(ids) == len(set(ids)) > 0
+
+
+@pytest.mark.slow
+def test_another_machine_goes_on_with_a_night_from_the_store(filled: Project, tmp_path: Path) -> None:
+    store = f"store=file://{tmp_path}/bucket"
+    begun = filled.improve(store)["night"]
+    assert not begun["outcome"] and begun["trial"]
+    there = Project(tmp_path / "there", is_new=False)
+    shutil.copytree(filled.directory, there.directory, ignore=shutil.ignore_patterns("runs"))
+    assert there.improve(store)["night"] == begun
+    served = read_served(there.root)
+    assert served is not None and served == read_served(filled.root) and served.canary is not None
+    for checkpoint in (served.checkpoint, served.canary.checkpoint):
+        assert verify_checkpoint(there.root / checkpoint)
+    assert not list((tmp_path / "bucket").rglob("*lock"))
+    with there.gateway() as clients:
+        for number in range(40):
+            (id,) = clients.ask("say it", f"there {number}")
+            clients.rate(id, clients.policy_of([id])[0] == served.canary.policy)
+    assert there.improve(store)["night"]["outcome"] == "promoted"
+    assert [each["outcome"] for each in filled.improve(store, "--history")["nights"]] == [""]
+    filled.improve(store)  # overtaken: it gets what the other machine made
+    assert read_served(filled.root) == read_served(there.root)
 
 
 @pytest.mark.slow
