@@ -12,6 +12,7 @@ import pytest
 from art_cli.runs.durable import write_lines
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.served import Served, write_served
 from art_cli.runs.storage.fetch import restore
 from art_cli.runs.storage.object_store import ObjectStore
 from art_cli.runs.storage.uploads import Uploads, steps_of
@@ -168,6 +169,25 @@ def test_what_a_file_gained_goes_up_and_what_did_not_change_does_not(tmp_path: P
     ]
     again = uploads_of(run, store)
     assert [name for name in again.owed() if "/" in name] == []
+
+
+def test_a_night_goes_up_with_its_report_and_served_json_last_and_without_locks(tmp_path: Path, address: str) -> None:
+    """A report may change without growing, also while no machine looks."""
+    run, store = made(tmp_path / "mine", 1), ObjectStore(f"{address}/mine")
+    night = run.root / "nights" / "night_0001"
+    (night / "gates").mkdir(parents=True)
+    for name in ("night.json", "gates/tasks.jsonl", "../lock", "../served.lock"):
+        (night / name).write_text("{1}")
+    write_served(run.root, Served("checkpoints/step_0001", "policy"))
+    FragileFileSystem.calls.clear()
+    send_all(uploads_of(run, store))
+    written = [path.rpartition("mine/")[2] for call, path in FragileFileSystem.calls if call == "write"]
+    of_nights = [name for name in written if name.startswith("nights/") or name == "served.json"]
+    assert sorted(of_nights) == ["nights/night_0001/gates/tasks.jsonl", "nights/night_0001/night.json", "served.json"]
+    assert of_nights[-1] == "served.json"
+    (night / "night.json").write_text("{2}")
+    send_all(uploads_of(run, store))
+    assert store.read("nights/night_0001/night.json", limit=9) == b"{2}"
 
 
 def test_a_run_without_a_checkpoint_leaves_nothing_in_the_store(tmp_path: Path, address: str) -> None:
