@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from art_cli.config.schema import GrpoConfig, TorchLearnerConfig
 from art_cli.learners.packs.pack_runner import PackRunner
-from art_cli.learners.packs.packing_check import PackingCheck, compare_batch
+from art_cli.learners.packs.packing_check import PackingCheck, _compare, compare_batch
 from art_cli.learners.samples import bare_sample
 from art_cli.models.decoder import layers, maths
 from art_cli.models.decoder.forward import BOUNDS, LIMIT, Gap, bound_of
@@ -28,10 +28,10 @@ def runner_of(weights: Any) -> PackRunner:
 
 @pytest.mark.parametrize("lora_rank", [4, None])
 def test_exact_packs_hold_to_rounding(lora_rank: int | None) -> None:
-    """24 + 24 + 18 trained tokens; nothing is left behind in any `.grad`."""
+    """24 + 24 + 18 trained tokens and those before them; nothing is left behind in any `.grad`."""
     weights = tiny_weights(lora_rank=lora_rank)
     gap = compare_batch(runner_of(weights), samples())
-    assert gap.num_tokens == sum(len(sample.targets) for sample in samples())
+    assert gap.num_tokens == sum(len(sample.targets) + sample.targets[0] - 1 for sample in samples())
     assert gap.found.logprob < 1e-5 and gap.found.gradient < 1e-5
     assert gap.is_small
     assert all(parameter.grad is None for parameter in weights.model.parameters())
@@ -82,6 +82,23 @@ def test_rounding_alone_takes_no_bfloat16_model_from_its_packs() -> None:
     assert not gap.found.is_within(BOUNDS[torch.bfloat16]) and gap.is_small
     PackingCheck(runner).compare(samples())
     assert runner.can_pack
+
+
+def test_a_policy_that_is_sure_of_its_tokens_keeps_its_packs() -> None:
+    """Logits 200 times as large: 1 - p of its own tokens is rounding, and so is their gradient."""
+    weights = tiny_weights(layers=4)
+    for name, parameter in weights.model.named_parameters():
+        if name.endswith("model.norm.weight"):
+            parameter.data *= 200
+    ids = torch.tensor([[1, *range(3, 40)]])
+    with torch.no_grad():
+        for _ in range(12):
+            ids = torch.cat([ids, weights.model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+    batch = [bare_sample(ids[0].numpy(), np.arange(38, 50), str(index)) for index in range(2)]
+    runner = runner_of(weights)
+    own = _compare(runner, runner.pack(batch))
+    assert own.found.gradient > own.bound.gradient, "its own tokens alone would take the packs away"
+    assert compare_batch(runner, batch).is_small
 
 
 def test_a_bound_is_the_tables_or_what_rounding_moves_and_never_past_the_limit() -> None:

@@ -21,7 +21,7 @@ from art_cli.models.decoder.forward import Gap, bound_of, rounded_otherwise
 
 log = logging.getLogger(__name__)
 
-TAIL = 64  # number of trailing tokens per probe sequence whose logprobs are compared
+TAIL = 64  # number of a probe's last tokens, and of a batch's tokens before the first sampled token, that are compared
 MAX_SAMPLES = 4  # samples compared from the initial batch: enough to branch, yet cheaper than the step
 MAX_NUMBERS = 1 << 26  # compared gradient numbers; the smallest tensors come before larger ones
 
@@ -85,11 +85,14 @@ class PackingGap(NamedTuple):
 
 
 def compare_batch(runner: PackRunner, batch: Sequence[Sample]) -> PackingGap:
-    """Returns the gap for samples from the pack with the most sharing. Gradients are cleared."""
+    """Returns the gap for samples from the pack with the most sharing. Gradients are cleared.
+
+    Prompt tokens are compared too. A policy may be so sure of its own tokens that their gradient is rounding alone.
+    """
     # also if trees do not pay off for this batch, because they may for later batches
     share = runner.config.packing != "rows"
     pack = max(runner.pack(batch, share=share), key=_shared)
-    return _compare(runner, runner.pack(pack.samples[:MAX_SAMPLES], share=share))
+    return _compare(runner, runner.pack([_with_prompt(each) for each in pack.samples[:MAX_SAMPLES]], share=share))
 
 
 def _compare(runner: PackRunner, packs: Sequence[Pack]) -> PackingGap:
@@ -118,6 +121,13 @@ def _gap(found: _Numbers, own: _Numbers) -> Gap:
     difference = sum(float((found.gradient[name] - part).square().sum()) for name, part in own.gradient.items())
     norm = sum(float(part.square().sum()) for part in own.gradient.values())
     return Gap(float(gaps.mean()), (difference / norm) ** 0.5 if norm else 0.0)
+
+
+def _with_prompt(sample: Sample) -> Sample:
+    """Returns a sample whose targets also include the TAIL tokens before its first target."""
+    first = int(sample.targets[0])
+    targets = np.concatenate([np.arange(max(1, first - TAIL), first), sample.targets])
+    return bare_sample(sample.token_ids, targets, sample.trajectory_id, turn=sample.turn)
 
 
 def _shared(pack: Pack) -> int:
