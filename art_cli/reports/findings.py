@@ -170,7 +170,7 @@ def _entropy(spans: _Spans) -> Reason | None:
 
 
 def _signal(spans: _Spans) -> Reason | None:
-    means = spans.means(lambda update: update.get("no_signal_share"))
+    means = spans.means(_silent_share)
     if means is None or means[2] < 0.5 or means[2] - means[1] < 0.25:  # a quarter: smaller differences may be chance
         return None
     text = f"{means[2]:.0%} of the groups without signal, {means[1]:.0%} before"

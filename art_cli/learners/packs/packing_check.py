@@ -7,6 +7,7 @@ at a time, in logprobs and gradient. Weights do not change.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -126,8 +127,9 @@ def _gap(found: _Numbers, own: _Numbers) -> Gap:
 def _with_prompt(sample: Sample) -> Sample:
     """Returns a sample whose targets also include the TAIL tokens before its first target."""
     first = int(sample.targets[0])
-    targets = np.concatenate([np.arange(max(1, first - TAIL), first), sample.targets])
-    return bare_sample(sample.token_ids, targets, sample.trajectory_id, turn=sample.turn)
+    prompt = np.arange(max(1, first - TAIL), first)
+    whole = bare_sample(sample.token_ids, np.concatenate([prompt, sample.targets]), sample.trajectory_id)
+    return replace(whole, temperatures=np.concatenate([np.ones(len(prompt)), sample.temperatures]))
 
 
 def _shared(pack: Pack) -> int:

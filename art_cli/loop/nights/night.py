@@ -146,14 +146,20 @@ async def improve(loaded: LoadedConfig) -> Improved:
         except UsageError as error:
             raise UsageError(f"improve.gates.{name}: {str(error).removeprefix('--gate').lstrip(': ')}") from None
     run, store = RunDir(nights.run), loaded.config.store
-    if store is None and not run.checkpoint_steps():
-        raise RunError(f"{run.root}: no checkpoint to improve; `art train` makes the first one")
+    if store is None:
+        _check_begun(run)
     make_directory(nights.root)
     keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
     lock = contextlib.nullcontext() if store is None else run.lock()  # a run in a store has one mirror
     with lock_directory(nights.root, nights.root / "lock"), lock:
         async with mirrored(run, store, keep=keep, keeps_best=keeps_best) as mirror:
+            _check_begun(run)
             return await _improve(loaded, nights, mirror)
+
+
+def _check_begun(run: RunDir) -> None:
+    if not run.checkpoint_steps():
+        raise RunError(f"{run.root}: no checkpoint to improve; `art train` makes the first one")
 
 
 async def _improve(loaded: LoadedConfig, nights: Nights, mirror: Mirror | NoMirror) -> Improved:
