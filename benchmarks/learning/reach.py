@@ -92,10 +92,18 @@ def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[s
     rollout = load_config(task.config, settings).config.rollout
     of_step = rollout.group_size * (rollout.groups_per_step - rollout.num_replays)
     steps, every = _num_steps(task, of_step)
-    settings += [f"train.steps={steps}", f"eval.every={every}"]
-    settings += [f"train.seed={seed}", f"name={name}", f"runs={runs}"]
-    _python("-m", "art_cli", "train", str(task.config), *settings)
-    return read_art(RunDir(runs / name))
+    return read_art(_train(task, [*settings, f"train.steps={steps}", f"eval.every={every}"], runs, name, seed))
+
+
+def begin(task: Task, runs: Path, name: str, seed: int) -> RunDir:
+    """Returns a run of one step, which has the base, adapter and first evaluation from which TRL's side starts."""
+    return _train(task, ["train.steps=1", "eval.every=1"], runs, name, seed)
+
+
+def _train(task: Task, settings: Sequence[str], runs: Path, name: str, seed: int) -> RunDir:
+    told = [f"train.seed={seed}", f"name={name}", f"runs={runs}"]
+    _python("-m", "art_cli", "train", str(task.config), *settings, *told)
+    return RunDir(runs / name)
 
 
 def read_art(run: RunDir) -> dict[str, Any]:
@@ -117,7 +125,7 @@ def train_demo_in_trl(base: Path, seed: int, task: Task) -> dict[str, Any]:
 
 
 def train_trl(task: Task, start: RunDir, side: str, out: Path, seed: int) -> dict[str, Any]:
-    """Returns the row of one run of TRL's trainer, with the base and adapter from which the run `start` starts.
+    """Returns the row of one run of TRL's trainer, with the base and adapter from which the run `start` started.
 
     Words of the side with `rollout.` change the scene; the others are settings of GRPOConfig.
     """
@@ -227,7 +235,7 @@ def main() -> None:
         if side == "trl" and task == "assistant":
             found = train_demo_in_trl(make_base(SHAPE, given.runs), seed, TASKS[task])
         elif side.startswith("trl"):
-            start = RunDir(given.runs / _name(task, "default", seed))
+            start = begin(TASKS[task], given.runs, _name(task, "start", seed), seed)
             found = train_trl(TASKS[task], start, side, run.root, seed)
         else:
             found = train_art(TASKS[task], side, given.runs, run.root.name, seed)
