@@ -61,8 +61,8 @@ def run(
             exported = gguf_export.export(source, output, kind=gguf, bound=max_gap, probe=make_probe)
         else:
             exported = merged_export.export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
-    if source.run is not None:
-        write_certificate(exported.path, source.run, source.step)
+    if (run := source.trained_in) is not None:
+        write_certificate(exported.path, run, source.step)
     url = _push(exported.path, push, token) if push is not None and token is not None else None
     text = _as_text(exported, dtype, is_gguf=gguf is not None) + (f"  pushed to {url}" if url else "")
     print_result({**exported._asdict(), "path": str(exported.path), "dtype": dtype, "url": url}, text, as_json)

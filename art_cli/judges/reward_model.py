@@ -135,6 +135,7 @@ class RewardModelJudge(Judge):
             line = " ".join(str(error).split())[:300]
             raise JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}") from error
         tokenizer.truncation_side = "left"  # keep the end of the conversation
+        tokenizer.padding_side = "right"  # padding after the rest leaves its positions as they are
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id  # the model locates each row's last token with this id

@@ -111,7 +111,8 @@ class Optimizer:
         """Allocates all missing moments. Call it before a step's passes.
 
         Otherwise AdamW would allocate them during its initial update, in memory that a pass has just freed. Large
-        blocks could then not be returned to the GPU for the engine that wakes next.
+        blocks could then not be returned to the GPU for the engine that wakes next. Moments of zero updates are not
+        saved.
         """
         for updated in self._updated.values():
             if not (state := self._adamw.state[updated]):
@@ -216,10 +217,10 @@ class Optimizer:
             copy.copy_(self.parameters[name])
 
     def snapshot(self) -> "Snapshot":
-        """Returns a copy of all state that an update changes."""
+        """Returns a copy of all state that an update changes, on the CPU."""
         return Snapshot(
-            {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
-            {name: tensor.clone() for name, tensor in self.tensors().items()},
+            {name: _copied_to_cpu(parameter.detach()) for name, parameter in self.parameters.items()},
+            {name: _copied_to_cpu(tensor) for name, tensor in self.tensors().items()},
             msgspec.structs.replace(self.counts),
         )
 
@@ -265,6 +266,10 @@ def _refresh(copy: torch.nn.Parameter, parameter: torch.nn.Parameter) -> None:
     value = parameter.detach().to(copy.device)
     copy.copy_(torch.where(copy.to(value.dtype) == value, copy, value.to(copy.dtype)))
     copy.grad = None if parameter.grad is None else parameter.grad.to(copy.device, copy.dtype)
+
+
+def _copied_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -200,10 +200,13 @@ class TorchLearner(Learner):
         try:
             self._reserve()
             with self._changing_weights(bare_sample(made_up[0][:SHORT], np.array([1]), "rehearsal")):
+                before = self.optimizer.remember() if self.train_config.kl_bound is not None else {}
                 forget_peak(self.weights)
                 pack = self.runner.pack(rows, share=False)[0]
                 self.runner.run(pack).logprobs.sum().backward()  # type: ignore[no-untyped-call]
-                return peak(self.weights)
+                gigabytes = peak(self.weights)
+                before.clear()  # so that its memory returns to the GPU
+                return gigabytes
         except OutOfMemory as error:
             raise OutOfMemory(
                 f"{error}; or lower model.max_length (tried before the first attempt with the longest possible "
@@ -211,8 +214,6 @@ class TorchLearner(Learner):
             ) from error
         finally:
             _set_rng_state(random_state)
-            for optimizer in self.optimizers:
-                optimizer.set_tensors(optimizer.tensors())  # drops the moments that only the rehearsal needed
 
     def write_learned(self, path: Path) -> None:
         learned, self._learned = self._learned, []
@@ -300,6 +301,8 @@ class TorchLearner(Learner):
                 self.critic.load(directory)
             if self.warm_up is not None:
                 self.warm_up.load(directory)
+            if self.weights.device.type == "cuda":
+                self._reserve()  # before an engine takes the rest of the memory
             self._free_cache()
 
     def start(self) -> None:

@@ -67,6 +67,7 @@ def gpu_use(config: RunConfig, size: ModelSize, total: float, inherited: Mapping
             learners=learners,
             engines=engines,
             is_beside=is_beside,
+            is_offloaded=getattr(learner, "offload_optimizer", False),
         )
 
     of_engine = on_gpu(learners if is_shared else 0, engines) if engine is not None else None
@@ -104,9 +105,11 @@ def _smaller(config: RunConfig, max_length: int | None) -> Iterator[tuple[str, R
     changes: list[tuple[str, str, JsonValue]] = [("learner", "micro_batch_tokens", STEP)]
     if max_length is not None:
         changes.append(("model", "max_length", max_length))
+    if model.lora is None and learner.num_ranks == 1:
+        changes.append(("learner", "offload_optimizer", True))
     if model.quantize is None and model.lora is not None and learner.num_ranks == 1:
         changes.append(("model", "quantize", "4bit"))
     for section, key, value in changes:
         if key in type(getattr(config, section)).model_fields:
             changed = getattr(config, section).model_copy(update={key: value})
-            yield f"{section}.{key}={value}", config.model_copy(update={section: changed})
+            yield f"{section}.{key}={str(value).lower()}", config.model_copy(update={section: changed})

@@ -16,13 +16,12 @@ GPU_TOKENS = 8192  # default pack length on a GPU
 MAX_SHARE = 0.9  # on a GPU used by vLLM alone
 BESIDE_SHARE = 0.45  # on a GPU whose learner works concurrently, if its steps' memory is unknown
 CONTEXT = 0.5 * GIB  # CUDA's kernels and stack, per process and GPU (an estimate)
-RESERVE = 1.0 * GIB  # for growth after vLLM has taken its share: NCCL, AdamW's state, fragments (an estimate)
+RESERVE = 1.0 * GIB  # for growth after vLLM has taken its share: NCCL, fragments (an estimate)
 # vLLM's needs besides weights, adapters, keys and values: activations for a batch of 8,192 prompt tokens, logits for
 # all sequences, CUDA graphs (an estimate). ASLEEP remains on the GPU during sleep.
 ENGINE_WORK, ASLEEP = 2.0 * GIB, 1.5 * GIB
 LOGITS = 1.5 * GIB  # a chunk of 2^27 logits in float32, with softmax and gradient (learners/packs/logprobs.py)
 MOVED = 8  # layer widths held during a backward pass, besides kept activations: gradients and products
-TRAINED = 16  # bytes per trained weight in float32 with its gradient and AdamW's two moments
 FOUR_BITS = 0.516  # bytes per weight in NF4 with double quantization: 4.127 bits (Dettmers et al. 2023, section 3)
 ADAPTERS = 2  # vLLM's adapter slots (engines/vllm/arguments.py MAX_LORAS)
 
@@ -109,14 +108,16 @@ def run_memory(
     learners: int = 1,
     engines: int = 1,
     is_beside: bool = False,
+    is_offloaded: bool = False,
 ) -> RunMemory:
     """Returns a run's memory for passes of up to `tokens` tokens with `element` bytes per number.
 
     `rank` is the adapter's rank; None trains all weights. `learners` and `engines` count the GPUs holding one copy of
-    the model; 0 means other GPUs.
+    the model; 0 means other GPUs. `is_offloaded` means that the optimizer works on the CPU.
     """
     weights, adapter = size.weight_bytes(element, is_4bit=is_4bit), (rank or 0) * size.lora_per_rank
-    trained = (TRAINED - element) * size.parameters if rank is None else TRAINED * adapter
+    trained = training_bytes(element, is_offloaded=is_offloaded) * size.parameters if rank is None else 0.0
+    trained += (4 + training_bytes(4, is_offloaded=is_offloaded)) * adapter  # adapters are float32
     kept = element * (size.layers * (size.kept_per_token + 7 * (rank or 0)))
     moved = size.layers * size.hidden + size.kept_per_token + MOVED * (size.intermediate + size.hidden)
     engine = (weights + ADAPTERS * element * adapter) / engines + ENGINE_WORK if engines else 0.0
@@ -128,6 +129,15 @@ def run_memory(
         cached=element * size.cached_per_token / max(engines, 1),
         is_beside=is_beside,
     )
+
+
+def training_bytes(element: float, *, is_offloaded: bool) -> float:
+    """Returns the bytes of GPU memory per trained weight of `element` bytes, besides the weight.
+
+    These are the gradient, AdamW's two moments and the weight before the newest update (`train.max_kl`). A weight below
+    float32 also has a float32 copy with its gradient (learners/optimizer.py).
+    """
+    return element if is_offloaded else element + 12 + (8 if element < 4 else 0)
 
 
 def share(total: float, free: float) -> float:

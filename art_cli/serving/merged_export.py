@@ -151,8 +151,8 @@ def load_source(source: Source, dtype: str) -> Weights:
 def write_card(directory: Path, source: Source, exported: Exported, dtype: str) -> None:
     """Writes the model card, README.md."""
     evaluation = {}
-    if source.run is not None and source.manifest is not None:
-        lines = [line for line in source.run.metrics() if line.split == "eval" and line.step == source.step]
+    if (run := source.trained_in) is not None and source.manifest is not None:
+        lines = [line for line in run.metrics() if line.split == "eval" and line.step == source.step]
         means = lines[-1].metrics if lines else {}
         evaluation = {name: value for name, value in means.items() if not name.startswith("num_")}
     checks = {

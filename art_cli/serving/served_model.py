@@ -45,6 +45,11 @@ class Source(NamedTuple):
     prompt: SystemPrompt | None = None  # the text added to each request, if the policy is a prompt
     is_hosted: bool = False  # True: the run's endpoint hosts the model, and `base` is its name there
 
+    @property
+    def trained_in(self) -> RunDir | None:
+        """The run that made the checkpoint: `run`, or for a promoted checkpoint a night's run inside `run`."""
+        return self.run and (run_checkpoints.run_of(self.adapter or Path(self.base)) or self.run)
+
     def __str__(self) -> str:
         what = f"step {self.step} of {self.run.root}" if self.run else str(self.adapter or self.base)
         return f"{self.name} ({what})"

@@ -15,6 +15,7 @@ import numpy as np
 from art_cli.config.sections import loss_config
 from art_cli.learners.algorithms import Algorithm
 from art_cli.learners.algorithms.normalization import FinishedCounts, UpdateCounts
+from art_cli.learners.algorithms.objectives import LARGEST
 from art_cli.learners.samples import Floats, Row, Sample
 from art_cli.learners.step.step_samples import count
 
@@ -62,9 +63,11 @@ def _clipped(ratio: Floats, advantages: Floats, low: float, high: float) -> Toke
 def _whole(
     new: Floats, old: Floats, advantages: Floats, low: float, high: float, of_sample: Callable[[Floats], float]
 ) -> TokenValues:
-    """Like `_clipped`, with a single ratio exp(sum or mean of new - old) for all tokens."""
-    found = _clipped(np.full(len(new), np.exp(of_sample(new - old))), advantages, low, high)
-    each = 1.0 / len(new) if of_sample is np.mean else 1.0
+    """Like `_clipped`, with a single ratio exp(sum or mean of new - old) for all tokens; no gradient past LARGEST."""
+    moved = of_sample(new - old)
+    ratio = np.exp(np.clip(moved, -LARGEST, LARGEST))
+    found = _clipped(np.full(len(new), ratio), advantages, low, high)
+    each = (1.0 / len(new) if of_sample is np.mean else 1.0) * (abs(moved) <= LARGEST)
     return found._replace(slopes=np.full(len(new), found.slopes.sum() * each))
 
 

@@ -136,7 +136,7 @@ def opened(name: str, *, layers: int | None = None, **knobs: Any) -> Iterator[Be
         settings = TorchLearnerConfig(**{"micro_batch_tokens": BUDGET, **knobs})
         learner = TorchLearner(
             weights,
-            LearnerSetup(train=TrainConfig(learning_rate=1e-5, epochs_per_step=1), loss=GrpoConfig(), learner=settings),
+            LearnerSetup(train=TrainConfig(learning_rate=1e-5, max_kl=0.05), loss=GrpoConfig(), learner=settings),
         )
         learner.runner.flex = FlexAttention(BUDGET, fused)
         yield Bench(device, weights, learner)

@@ -4,11 +4,11 @@
     python -m benchmarks.judges.own_judge --made 11 --steps 5     # measured on the policy after ten steps
     python -m benchmarks.judges.own_judge --recipe function-calling --made 11 --steps 5    # also email-search
     python -m benchmarks.judges.own_judge --run runs/assistant --steps 2    # of a run that is there
-    python -m benchmarks.judges.own_judge --thumbs 200    # learns from 200 single ratings, right or wrong
-    python -m benchmarks.judges.own_judge --train     # then trains with the judge, a cascade, and the teacher
+    python -m benchmarks.judges.own_judge --made 16 --steps 12 --thumbs 200   # learns from 200 single ratings
+    python -m benchmarks.judges.own_judge --made 16 --steps 12 --train   # then trains with judge, cascade and teacher
 
 A run makes attempts. The judge learns from the first steps. It is measured on held-out requests of these, and on the
-attempts of the last two steps, by a policy that has learned since. Then the judge and the recipe's own reward score
+attempts of the last steps, by a policy that has learned since. Then the judge and the recipe's own reward score
 these as a cascade, and the calls of the second are counted.
 """
 
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--made", type=int, default=4, help="steps of the run that is made")
     parser.add_argument("--groups", type=int, help="groups of its steps; otherwise the recipe's")
     parser.add_argument("--steps", type=int, default=2, help="the judge learns from this many first steps")
+    parser.add_argument("--present", type=int, default=4, help="it is measured on this many last steps")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--thumbs", type=int, default=0, help="learn from this many single ratings")
     parser.add_argument("--train", action="store_true", help="train with the judge")
@@ -121,8 +122,9 @@ def main() -> None:
         run = options.run or make_run(options.recipe, directory, options.made, options.groups)
         files = sorted(run.glob("step_*/scored.jsonl"))
         start, judge, data = time.monotonic(), directory / "judge", files[: options.steps]
-        present = directory / "present.jsonl"  # the last two steps: in a single one perhaps every attempt is right
-        present.write_bytes(b"".join(file.read_bytes() for file in files[max(options.steps, len(files) - 2) :]))
+        present = directory / "present.jsonl"  # several steps: in a single one perhaps every attempt is right
+        last = files[max(options.steps, len(files) - options.present) :]
+        present.write_bytes(b"".join(file.read_bytes() for file in last))
         if options.thumbs:
             data = [thumbs(data, options.thumbs, directory / "thumbs.jsonl")]
         learned = ["reward", *data, "-o", judge, f"reward.epochs={options.epochs}", "--json"]

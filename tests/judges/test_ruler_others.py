@@ -79,11 +79,12 @@ async def test_a_blend_with_one_judge_missing_is_no_blend(server: JudgeServer) -
 # --- reward model -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded two-layer classifier with two outputs, over bytes."""
+@pytest.fixture(scope="module", params=["right", "left"])
+def reward_model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A seeded two-layer classifier with two outputs, over bytes, whose tokenizer pads at that side."""
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = request.param
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=256, num_labels=2, pad_token_id=0,
@@ -103,8 +104,9 @@ async def score(path: Path, group: list[Any], **settings: Any) -> list[float]:
 
 @pytest.mark.parametrize("activation", ["none", "sigmoid", "softmax"])
 async def test_batched_scores_equal_those_of_each_conversation_alone(reward_model: Path, activation: str) -> None:
-    """Conversations of 1 to 8 messages in batches of 3, padded, against one forward pass each without any padding."""
-    group = [attempt(i, [SYSTEM, *[{"role": "user", "content": "go on " * i}] * (i % 4)]) for i in range(8)]
+    """Conversations of 2 to 5 messages in batches of 3, padded, against one forward pass each without any padding."""
+    start = [SYSTEM, {"role": "user", "content": "a start that all share, of more than 32 tokens"}]
+    group = [attempt(i, [*start, *[{"role": "user", "content": "go on " * i}] * (i % 4)]) for i in range(7)]
     found = await score(reward_model, group, label=1, activation=activation, batch_size=3)
     model = Qwen3ForSequenceClassification.from_pretrained(reward_model).eval()
     tokenizer = tiny_tokenizer()

@@ -5,6 +5,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
 from art_cli.learners.algorithms.pack_loss import LossTerms, k3, pack_loss
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.optimizer import EntropyState
+from art_cli.tinker.tinker_losses import server_loss
 
 
 def evaluate(
@@ -127,6 +129,20 @@ def test_rloo_has_one_ratio_per_sample_the_product_of_its_tokens() -> None:
     result, gradient = evaluate(RlooConfig(name="rloo", clip=0.5), [2.0, 0.5, 1.5, 1.2], [1] * 4, [0, 0, 1, 1])
     torch.testing.assert_close(result.values, torch.tensor([-1.0, -1.0, -1.5, -1.5]))
     torch.testing.assert_close(gradient, torch.tensor([-2.0, -2.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.9, 1.1, 10.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_server_computes_a_sample_s_value_and_gradient_as_here_also_past_what_counts(
+    ratio: float, advantage: float
+) -> None:
+    """Ten tokens: a sum of log ratios of 23 nats is beyond e^20, where a sample gets no gradient."""
+    for loss in (RlooConfig(name="rloo"), GspoConfig(name="gspo")):
+        result, gradient = evaluate(loss, [ratio] * 10, [advantage] * 10, [0] * 10)
+        old = np.full(10, -1.0)
+        found = server_loss(loss).values(old + math.log(ratio), old, np.full(10, advantage))
+        np.testing.assert_allclose(found.values, result.values.detach(), rtol=1e-4)
+        np.testing.assert_allclose(found.slopes, gradient, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("num_tokens", "penalty"), [(10, 0), (80, 0), (90, -0.5), (95, -0.75), (100, -1), (300, -1)])

@@ -7,6 +7,7 @@ import torch
 
 from art_cli.config.schema import TrainConfig
 from art_cli.learners.optimizer import Optimizer
+from art_cli.models.run_memory import training_bytes
 from art_cli.runtime.errors import CheckpointError
 
 
@@ -262,3 +263,18 @@ def test_moments_made_before_the_first_update_are_those_that_it_makes(dtype: tor
     for name, tensor in plain.tensors().items():
         assert torch.equal(tensor, reserved.tensors()[name])
     assert torch.equal(plain.parameters["w"], reserved.parameters["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_of_a_trained_weight_is_that_of_the_estimate(dtype: torch.dtype) -> None:
+    updated = optimizer(64, dtype=dtype)
+    weight = updated.parameters["w"]
+    for _ in range(2):
+        updated.reserve()
+        weight.grad = torch.ones_like(weight)
+        before = updated.remember()
+        copies = list(updated._copies.values())
+        moments = [each for state in updated._adamw.state.values() for each in state.values() if each.dim() > 0]
+        held = [weight.grad, *before.values(), *copies, *(copy.grad for copy in copies), *moments]
+        assert sum(each.nbytes for each in held) == 64 * training_bytes(dtype.itemsize, is_offloaded=False)
+        updated.update()

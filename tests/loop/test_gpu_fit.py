@@ -132,6 +132,9 @@ def test_a_run_that_does_not_fit_names_the_key_that_changes_it() -> None:
     shorter = find_misfit(config, size, 39.4 * GIB, {})
     assert shorter is None or shorter.cure.startswith("model.max_length=")
     assert find_misfit(run_of("qwen3-8b", "engine.args={tensor-parallel-size: 2}"), size, 79.2 * GIB, {}) is None
+    whole, of_whole = run_of("qwen3-1.7b", "model.lora=null", "engine={name: embedded}"), sized("qwen3-1.7b")[1]
+    offloaded = find_misfit(whole, of_whole, 39.4 * GIB, {})
+    assert offloaded is not None and offloaded.cure == "learner.offload_optimizer=true"
     large, of_large = sized("qwen3-14b")
     none = find_misfit(large, of_large, 10.0 * GIB, {})
     assert none is not None and not none.cure

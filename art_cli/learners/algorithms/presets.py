@@ -61,6 +61,7 @@ class UserAlgorithm(Algorithm):
         except Exception as error:  # the boundary to the user's class
             raise UsageError(f"{entry}: {self._described(error)}") from error
         self.is_scaled, self.compares_states = bool(self._own.is_scaled), bool(self._own.compares_states)
+        self.compares_groups = bool(self._own.compares_groups)
         self._numbers: dict[str, float] = {}
 
     def numbers(self) -> dict[str, float]:

@@ -159,10 +159,12 @@ class ServedLearner:
 def make_learner(job: "Job") -> "TorchLearner":
     """Returns this process's part of the learner. Raises LearnerError if there are fewer GPUs than processes."""
     from art_cli.learners.torch_learner import TorchLearner
-    from art_cli.models.loading import load_weights
+    from art_cli.models.loading import grow_segments, load_weights
 
     device = device_of(job.learner.device)
     join(device, COLLECTIVE_DEADLINE_S)
+    if device.type == "cuda":
+        grow_segments()
     # loaded on the CPU, so the GPU never holds more than one layer plus its shard
     weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
     mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)

@@ -21,6 +21,7 @@ from art_cli.runs.durable import LineWriter, lock_directory, new_directory, read
 from art_cli.runs.manifest import MANIFEST, STEP_NAME, Manifest, verify_checkpoint
 from art_cli.runs.run_checkpoints import wanted_steps
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.served import read_served
 from art_cli.runs.storage.object_store import HOME, Marker, ObjectStore, Stored, is_safe, write_marker
 from art_cli.runs.storage.uploads import CHECKPOINTS, MAX_MANIFEST_BYTES, NOT_KEPT, checkpoint_home, steps_of
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, StorageError, UsageError, one_line, printable
@@ -62,6 +63,7 @@ def restore(run: RunDir, store: ObjectStore, token: str, *, own: Marker | None) 
             if path == run.log_path:  # this process is writing its own log
                 path = path.with_name(f"train-{token[:8]}.log")
             store.download(name, path, stored.size)
+    _get_promoted(store, run, there)
     for which in ("newest", "best"):
         _get_checkpoint(store, run, there, wanted_steps(run, which, steps_of(there)))
 
@@ -103,6 +105,16 @@ def _get_checkpoint(store: ObjectStore, run: RunDir, there: Objects, steps: Iter
         except CheckpointError as error:
             log.warning("passed over a checkpoint: %s", error)
     return None
+
+
+def _get_promoted(store: ObjectStore, run: RunDir, there: Objects) -> None:
+    """Downloads the checkpoint that `art improve` promoted, and the base of the night's run that made it."""
+    served = read_served(run.root)
+    if served is not None and f"{served.checkpoint}/{MANIFEST}" in there:
+        made_in = Path(served.checkpoint).parent.parent
+        base = {name: each for name, each in there.items() if name.startswith(f"{made_in}/base/")}
+        _refresh(store, run.root, base, there)
+        _get_one(store, served.checkpoint, run.root / served.checkpoint, there)
 
 
 def _get_one(store: ObjectStore, home: str, path: Path, there: Objects) -> None:
@@ -207,6 +219,7 @@ def _fetch_run(store: ObjectStore, run: RunDir, there: Objects, inside: str, wan
     if inside.startswith(CHECKPOINTS):
         _get_one(store, inside, run.root / inside, there)
     elif wants == "policy":
+        _get_promoted(store, run, there)
         for which in ("offered", "best", "newest"):
             _get_checkpoint(store, run, there, wanted_steps(run, which, steps))
     elif wants == "everything":

@@ -98,9 +98,13 @@ class Uploads:
         if files or self._unsent():  # another machine may have taken over while this machine was asleep
             self._confirm()
         needed = [file for file in files if _is_needed(file.name, newest)]
-        needed.sort(key=lambda file: file.name == SERVED_FILE)  # after the night that it names
+        # a night's checkpoint is complete with its manifest, and served.json names one
+        needed.sort(key=lambda file: (file.name == SERVED_FILE, file.path.name == MANIFEST))
         for file in needed:
             self._send_file(file)
+        for name in [name for name in self._sent if _is_of_night(name) and not (self.run.root / name).exists()]:
+            del self._sent[name]
+            self._is_untidy = True
         # A newer checkpoint must wait until the files of its step are uploaded.
         if owed := [step for step in self._unsent() if step <= newest]:
             self._send_checkpoint(owed[0])
@@ -221,9 +225,11 @@ class Uploads:
     def _prune(self) -> None:
         """Removes checkpoints that training would not keep, and partial uploads from dead machines."""
         unwanted = superseded(self.run, self._whole, keep=self._keep, keeps_best=self._keeps_best)
-        there = self.store.objects(CHECKPOINTS)
         kept = self._whole.keys() - unwanted
+        there = self.store.objects(CHECKPOINTS)
         doomed = [name for name in there if (step := _step_of(name)) is not None and step not in kept]
+        there = self.store.objects("nights") if (self.run.root / "nights").is_dir() else {}
+        doomed += [name for name in there if _is_of_night(name) and not (self.run.root / name).exists()]
         self.store.delete(sorted(doomed, key=lambda name: not name.endswith(f"/{MANIFEST}")))
         for step in unwanted:
             del self._whole[step]
@@ -247,8 +253,15 @@ def _step_of(name: str) -> int | None:
     return int(match[1]) if match is not None else None
 
 
+def _is_of_night(name: str) -> bool:
+    """Returns True for a file of a night's checkpoint."""
+    return name.startswith("nights/") and f"/{CHECKPOINTS}/" in name
+
+
 def _is_needed(name: str, newest: int) -> bool:
     """Returns True if resuming from the newest checkpoint may need this file."""
     first = name.partition("/")[0]
+    if first == "nights":
+        return not ("/run/" in name and name.endswith((".jsonl", ".log")))  # these grow
     match = STEP_NAME.fullmatch(first)
     return int(match[1]) < newest if match is not None else first not in ("logs", "gateway")

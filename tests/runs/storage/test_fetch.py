@@ -11,9 +11,11 @@ from art_cli.config.store_address import is_address, problem_of
 from art_cli.runs import run_checkpoints as checkpoints
 from art_cli.runs.manifest import Manifest, manifest_digest
 from art_cli.runs.run_checkpoints import Which
+from art_cli.runs.served import Served, write_served
 from art_cli.runs.storage.fetch import INDEX, NothingThere, Objects, _bring_labels, fetch
 from art_cli.runs.storage.object_store import ObjectStore, is_safe
 from art_cli.runtime.errors import CheckpointError, StorageError, UsageError
+from art_cli.serving.served_model import find_source
 from tests.runs.storage.test_lease import opened, upload
 from tests.support.records.kept_runs import add_step, content, made
 from tests.support.standins.fragile_store import FragileFileSystem
@@ -34,6 +36,25 @@ def test_an_address_means_the_checkpoint_that_the_run_itself_means(tmp_path: Pat
     there, here = checkpoints.find(fetch(f"{address}/mine", "policy"), which=which), checkpoints.choose(run, which)
     assert there is not None and there.step == here.step
     assert content(checkpoints.RunDir(there.path.parent.parent), there.step) == content(run, here.step)
+
+
+def test_an_address_means_the_promoted_checkpoint_which_a_night_made(tmp_path: Path, address: str) -> None:
+    run = made(tmp_path / "mine", 3)
+    night = made(run.root / "nights" / "night_0001" / "run", 2)
+    (night.base / "model").mkdir(parents=True)
+    (night.base / "model" / "config.json").write_text("{}")
+    write_served(run.root, Served("nights/night_0001/run/checkpoints/step_0002", "policy"))
+    upload(opened(run, f"{address}/mine"))
+    root = fetch(f"{address}/mine", "policy")
+    there, here = checkpoints.find(root), checkpoints.choose(run, "offered")
+    assert there is not None and there.path.relative_to(root) == here.path.relative_to(run.root)
+    assert content(checkpoints.RunDir(there.path.parent.parent), 2) == content(night, 2)
+    assert (root / "nights/night_0001/run/base/model/config.json").is_file()
+    assert not list(root.glob("nights/*/run/checkpoints/step_0001"))
+    assert checkpoints.RunDir(root).checkpoint_steps() == [3], "and the newest of the run itself, for --last"
+    source = find_source(str(root), base="base")
+    assert source.run is not None and source.run.root == root
+    assert source.trained_in is not None and source.trained_in.root == root / "nights/night_0001/run"
 
 
 def test_the_commands_say_the_same_of_an_address_and_of_the_directory(tmp_path: Path, address: str, art: Art) -> None:

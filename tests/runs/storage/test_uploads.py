@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.runs.durable import write_lines
+from art_cli.runs.durable import remove, write_lines
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import Served, write_served
@@ -188,6 +188,26 @@ def test_a_night_goes_up_with_its_report_and_served_json_last_and_without_locks(
     (night / "night.json").write_text("{2}")
     send_all(uploads_of(run, store))
     assert store.read("nights/night_0001/night.json", limit=9) == b"{2}"
+
+
+def test_a_checkpoint_of_a_night_goes_up_manifest_last_and_goes_when_the_night_drops_it(
+    tmp_path: Path, address: str
+) -> None:
+    run, store = made(tmp_path / "mine", 1), ObjectStore(f"{address}/mine")
+    night, uploads = made(run.root / "nights" / "night_0001" / "run", 1), uploads_of(run, store)
+    FragileFileSystem.calls.clear()
+    send_all(uploads)
+    written = [path.rpartition("/checkpoints/")[2] for call, path in FragileFileSystem.calls if call == "write"]
+    of_night = [name for name in written if name.startswith("step_")][: 2 * len(content(night, 0))]
+    assert all(name.endswith("manifest.json") for name in of_night[-2:])
+    for step in (2, 3, 4):
+        add_step(night, step)
+        send_all(uploads)
+        remove(night.checkpoint_path(step - 1))
+    send_all(uploads)
+    prefix = "nights/night_0001/run/checkpoints/"
+    steps = {name.removeprefix(prefix).partition("/")[0] for name in store.objects() if name.startswith(prefix)}
+    assert steps == {"step_0000", "step_0004"}
 
 
 def test_a_run_without_a_checkpoint_leaves_nothing_in_the_store(tmp_path: Path, address: str) -> None:

@@ -21,7 +21,7 @@ def add_step(run: RunDir, step: int, *, reward: float | None = None, size: int =
     if reward is not None:
         run.append_metrics(step, "eval", {"reward": reward})
     with new_checkpoint(run.checkpoint_path(step), Manifest(step=step, base="base", config_hash="")) as directory:
-        (directory / "adapter_config.json").write_text("{}")
+        (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
         (directory / "adapter_model.safetensors").write_bytes(draw.randbytes(size))
         (directory / "optimizer.safetensors").write_bytes(draw.randbytes(size))
 
