@@ -84,7 +84,6 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     """A seeded two-layer classifier with two outputs, over bytes, whose tokenizer pads at that side."""
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
-    tokenizer.padding_side = request.param
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=256, num_labels=2, pad_token_id=0,
@@ -92,6 +91,8 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     path = tmp_path_factory.mktemp("reward") / "model"
     Qwen3ForSequenceClassification(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "padding_side": request.param}))
     return path
 
 

@@ -159,7 +159,8 @@ class ServedLearner:
 def make_learner(job: "Job") -> "TorchLearner":
     """Returns this process's part of the learner. Raises LearnerError if there are fewer GPUs than processes."""
     from art_cli.learners.torch_learner import TorchLearner
-    from art_cli.models.loading import grow_segments, load_weights
+    from art_cli.models.device import grow_segments
+    from art_cli.models.loading import load_weights
 
     device = device_of(job.learner.device)
     join(device, COLLECTIVE_DEADLINE_S)
