@@ -105,6 +105,10 @@ class Judge:
         """Returns the judge for this group. Only SourceJudges returns a different judge per group."""
         return self
 
+    def lacks_value(self, trajectory: Trajectory) -> bool:
+        """Returns True if the rollout did not return what this judge reads. It is played again once it is mended."""
+        return self.needs_reward and trajectory.error is None and trajectory.returned_reward is None
+
     @property
     def usage(self) -> Usage:
         """Returns the usage of this process's calls."""

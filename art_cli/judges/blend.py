@@ -65,6 +65,9 @@ class SeveralJudges(Judge):
             found |= judge_class(each, directory).missing_keys(each, directory)
         return found
 
+    def lacks_value(self, trajectory: Trajectory) -> bool:
+        return any(judge.lacks_value(trajectory) for judge in self.judges.values())
+
     async def close(self) -> None:
         for judge in self.judges.values():
             await judge.close()

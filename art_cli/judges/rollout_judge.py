@@ -47,6 +47,9 @@ class MetricJudge(Judge):
         """Raises JudgeError if a rollout did not report the metric."""
         return {each.id: Verdict(reward=self._value(each)) for each in group}
 
+    def lacks_value(self, trajectory: Trajectory) -> bool:
+        return trajectory.error is None and trajectory.reported(self._metric) is None
+
     def _value(self, trajectory: Trajectory) -> float:
         value = trajectory.reported(self._metric)
         if value is None:
@@ -59,6 +62,6 @@ def _reward(trajectory: Trajectory) -> float:
     if trajectory.returned_reward is None:
         raise JudgeError(
             f"trajectory {trajectory.id}: the rollout returned no reward; "
-            "return a number from it, or let another judge score it (judge=ruler)"
+            "return a number from it, or let another judge score a new run (judge=ruler)"
         )
     return trajectory.returned_reward

@@ -248,15 +248,19 @@ class Batches:
         trained = await asyncio.to_thread(with_reliability, groups + played.replayed)
         return Batch(trained, self._numbers(played, groups, trained) | self._judged())
 
+    def _is_played_again(self, trajectory: Trajectory, scored: Scored) -> bool:
+        is_owed = trajectory.group_id not in scored and self.judge.of([trajectory]).lacks_value(trajectory)
+        return is_owed or self.sampler.is_replaced(trajectory)
+
     async def _play(self, step: int) -> _PlayedStep:
         """Plays and judges what the step still owes, in waves, and appends to the step's files."""
         with LineWriter(self.run.trajectories_path(step)) as lines, LineWriter(self.run.scored_path(step)) as out:
             by_source = await asyncio.to_thread(self.mix.replays, step)
             own, spare = await asyncio.to_thread(self.mix.places, step, {s: len(g) for s, g in by_source.items()})
-            done = [each for each in self.run.trajectories(step) if not self.sampler.is_replaced(each)]
-            scored = [each for each in self.run.scored(step) if not self.sampler.is_replaced(each)]
+            scored = group(each for each in self.run.scored(step) if not self.sampler.is_replaced(each))
+            done = [each for each in self.run.trajectories(step) if not self._is_played_again(each, scored)]
             groups = StepGroups(self.config.rollout, step, own, spare, done)
-            scorer = GroupScorer(self.judge, out, self._shadows, group(scored))
+            scorer = GroupScorer(self.judge, out, self._shadows, scored)
             for trajectory in groups.done:
                 scorer.add(trajectory)
             played_now = list[Trajectory]()
@@ -331,7 +335,7 @@ def _check_scored(scorer: GroupScorer, step: int) -> None:
         reason = scorer.progress.stopped or next(iter(scorer.progress.owed.values()))
         raise RunError(
             f"step {step + 1}: {len(scorer.progress.owed)} groups could not be judged ({reason}); "
-            "nothing is lost: repair the judge and run the same command again"
+            "nothing is lost: repair the judge or rollout and run the same command again"
         )
 
 

@@ -443,3 +443,42 @@ except Interrupted as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("closed\nstopped\n", "")
+
+
+ROLLOUT = """
+from pathlib import Path
+
+from art_cli import Outcome
+
+
+async def rollout(policy, scenario):
+    messages = [{"role": "user", "content": scenario["ask"]}]
+    await policy.client.chat.completions.create(model=policy.model, messages=messages)
+    with Path(__file__).with_name("played").open("a") as played:
+        played.write(".")
+    return MENDED if Path(__file__).with_name("mended").exists() else BROKEN
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "mended", "judge"),
+    [
+        ("None", "0.5", []),
+        ("Outcome()", "Outcome(metrics={'own': 1.0})", ["judge.name=metric", "judge.metric=own"]),
+    ],
+)
+def test_attempts_without_what_the_judge_reads_are_played_again_once_the_rollout_is_mended(
+    tmp_path: Path, broken: str, mended: str, judge: list[str]
+) -> None:
+    project = tmp_path / "project"
+    shutil.copytree(LETTERS, project)
+    settings = ["train.steps=1", "eval=null", "rollout.entry=mine.py:rollout", *judge]
+    (project / "mine.py").write_text(ROLLOUT.replace("BROKEN", broken).replace("MENDED", mended))
+    with pytest.raises(RunError, match="repair the judge or rollout and run the same command again"):
+        run(tmp_path / "runs", *settings, project=project)
+    (project / "mended").touch()
+    files = RunDir(run(tmp_path / "runs", *settings, project=project).root)
+    assert len(files.scored(0)) == len({each.id for each in files.trajectories(0)}) == 12
+    assert len((project / "played").read_text()) == 24, "each attempt twice"
+    run(tmp_path / "runs", *settings, project=project)
+    assert len((project / "played").read_text()) == 24
