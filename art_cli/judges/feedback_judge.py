@@ -1,5 +1,6 @@
 """FeedbackJudge: the reward is a metric that clients of `art gateway` gave a conversation (runs/feedback.py)."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -7,9 +8,11 @@ from art_cli.config.sections.judge_config import FeedbackJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.blend import SeveralJudges
 from art_cli.judges.costs import CostEstimate
-from art_cli.runs.feedback import COMMENT, FEEDBACK_FILE, latest, rating
+from art_cli.runs.feedback import COMMENT, DEMONSTRATION, FEEDBACK_FILE, latest, rating
 from art_cli.runs.trajectory import Score, Trajectory
 from art_cli.runtime.errors import JudgeError, UsageError
+
+log = logging.getLogger(__name__)
 
 
 class FeedbackJudge(SeveralJudges):
@@ -27,6 +30,9 @@ class FeedbackJudge(SeveralJudges):
         if not file.is_file():
             raise UsageError(f"judge.file: {file}: no such file; art gateway writes {FEEDBACK_FILE} in its directory")
         self._entries = latest(file)
+        named = {entry.metric for entries in self._entries.values() for entry in entries} - {COMMENT, DEMONSTRATION}
+        if named and config.metric not in named:
+            log.warning("judge.metric: %s has no %r; it has: %s", file, config.metric, ", ".join(sorted(named)))
 
     @property
     def settings(self) -> str:

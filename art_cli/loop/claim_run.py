@@ -32,6 +32,7 @@ from art_cli.runs.storage.object_store import ObjectStore
 from art_cli.runtime import log as logs
 from art_cli.runtime import threads
 from art_cli.runtime.errors import ConfigError, Problem, UsageError, naming_source
+from art_cli.runtime.scratch import make_directory
 from art_cli.runtime.secrets import find_secrets
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
     for shadow in loaded.config.shadow.values():
         await asyncio.to_thread(require_keys, shadow.judge, loaded.directory)
     files = RunDir(await _unused(loaded) if is_fresh else loaded.config.runs / loaded.config.name)
+    _make_root(loaded, files.root)
     with _unless_wrong(files), files.lock(), logs.kept(files.log_path, find_secrets(os.environ).redact):
         log.info("art train %s", loaded.path)
         files.clean()  # before the mirror writes files there
@@ -111,6 +113,15 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
             check_record(files, loaded)
             startup.reached("data")
             yield Claim(loaded, files, data, mirror, startup, job=f"{files.root}{files.claim_id()}")
+
+
+def _make_root(loaded: LoadedConfig, root: Path) -> None:
+    """Creates the run directory. Raises ConfigError if nothing can be written there."""
+    try:
+        make_directory(root)
+    except OSError as error:
+        message = f"{loaded.config.runs} cannot be written: {error.strerror}; name another directory"
+        raise ConfigError([Problem("runs", loaded.places.of("runs"), message)]) from error
 
 
 def _check_engine(loaded: LoadedConfig) -> None:

@@ -207,11 +207,13 @@ class Promised(msgspec.Struct, frozen=True):
 def compare(promise: Promise, happened: Mapping[str, float]) -> list[Promised]:
     """Compares the promise with a run's actual numbers, adding the plan's seconds to these.
 
-    A run's metrics exclude attempts played and judged before the run started.
+    A run's metrics exclude attempts played and judged before the run started. A plan that could not measure training
+    promises no number that includes it.
     """
     found, rows = promise.measured, list[Promised]()
     paid = {"sampling": found.sampling_s, "judging": found.judging_s, "whole": found.sampling_s + found.judging_s}
-    for name in promise.expected.keys() & happened.keys():
+    unknown = {"training", "whole", "usd"} if found.training_s is None else set()
+    for name in promise.expected.keys() & happened.keys() - unknown:
         each, value = promise.expected[name], happened[name] + paid.get(name, 0.0)
         if name in ("usd", "tokens") or max(each.high, value) >= SHORT_S:
             rows.append(Promised(name, each, value, each.low <= value <= each.high))

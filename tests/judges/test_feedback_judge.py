@@ -41,7 +41,9 @@ def group(*ids: str) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("compares", [False, True])
-async def test_feedback_is_the_reward_and_the_rest_is_judged(tmp_path: Path, compares: bool) -> None:
+async def test_feedback_is_the_reward_and_the_rest_is_judged(
+    tmp_path: Path, compares: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """A judge that compares sees the rated attempts, too. Replies 1 and 0 make 0.5; 3 minutes to minimize make -3."""
     write_lines(
         tmp_path / "feedback.jsonl",
@@ -62,6 +64,9 @@ async def test_feedback_is_the_reward_and_the_rest_is_judged(tmp_path: Path, com
     assert other.asked == [["a", "b", "c"] if compares else ["b", "c"]]
     (timed,) = await judge_group(make_judge(config.model_copy(update={"metric": "minutes"}), tmp_path), group("c"))
     assert timed.reward == -3.0
+    assert not caplog.text
+    make_judge(config.model_copy(update={"metric": "thumb"}), tmp_path)
+    assert "feedback.jsonl has no 'thumb'; it has: minutes, thumbs" in caplog.text
     with pytest.raises(JudgeError, match=r"no feedback 'thumbs'.*judge.otherwise"):
         await make_judge(config, tmp_path).judge(group("a", "b"))
 

@@ -461,6 +461,8 @@ def test_the_rent_of_the_machine_is_promised_and_happens(tmp_path: Path) -> None
     run.append_metrics(39, "train", {"judge_calls": 32.0, "judge_usd": 0.5, "run_s": 1440.0, "run_usd": 20.5})
     rows = {row.name: row for row in read_report(run).promised}
     assert rows["usd"].happened == pytest.approx(20.5 + 2.0), "a judge with an account of what the plan paid"
+    run.write_promise(msgspec.structs.replace(made, measured=msgspec.structs.replace(made.measured, training_s=None)))
+    assert not {"training", "whole", "usd"} & {row.name for row in read_report(run).promised}, "it was not measured"
 
 
 def test_the_report_adds_up(tmp_path: Path) -> None:

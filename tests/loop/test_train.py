@@ -29,7 +29,7 @@ from art_cli.reports.run_report import read_report
 from art_cli.runs.manifest import verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, prompt
-from art_cli.runtime.errors import ArtError, DriftError, Interrupted, RunError
+from art_cli.runtime.errors import ArtError, ConfigError, DriftError, Interrupted, RunError
 from tests.support.paths import LETTERS
 from tests.support.processes import forked
 
@@ -482,3 +482,8 @@ def test_attempts_without_what_the_judge_reads_are_played_again_once_the_rollout
     assert len((project / "played").read_text()) == 24, "each attempt twice"
     run(tmp_path / "runs", *settings, project=project)
     assert len((project / "played").read_text()) == 24
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_its_key() -> None:
+    with pytest.raises(ConfigError, match="runs: /proc/none cannot be written: .*; name another directory"):
+        run(Path("/proc/none"))
