@@ -5,6 +5,7 @@ run.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -105,12 +106,16 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     """Writes config.json. Raises RunError like `check_record`.
 
     `changes` lists keys whose values changed, and the step of each change. `auto` lists the reasons for automatic
-    values of engine, learner, dtype and learning rate.
+    values of engine, learner, dtype and learning rate. `rollouts` has digests of the rollouts' files.
     """
     new = without_secrets(loaded.config.model_dump(mode="json"))
     changes: list[dict[str, Any]] = []
+    rollouts = _rollout_digests(loaded)
     if os.path.lexists(run.config_path):
         old, changes = read_record(run)
+        known = _mapping(read_object(run.config_path, within=run.root).get("rollouts"))
+        if changed := [name for name, digest in rollouts.items() if known.get(name, digest) != digest]:
+            log.warning("%s changed; attempts that this run has played keep the rewards they got", ", ".join(changed))
         if (differences := _changes(old, new)) and run.checkpoint_steps():
             if refusal := _refusal(run, differences):
                 raise RunError(refusal)
@@ -118,9 +123,21 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
             step = newest[1].step if newest is not None else 0
             log.info("%s: from step %d on: %s", run.root, step + 1, "; ".join(map(str, differences)))
             changes += [{"step": step} | change._asdict() for change in differences]
-    record = new | {"auto": dict(loaded.auto), "changes": changes}
+    record = new | {"auto": dict(loaded.auto), "changes": changes, "rollouts": rollouts}
     write_file(run.config_path, json.dumps(record, indent=2).encode() + b"\n")
     _copy_drawing(run, loaded.directory / run.drawing_path.name)
+
+
+def _rollout_digests(loaded: LoadedConfig) -> dict[str, str]:
+    """Returns the SHA-256 of each Python file that an entry of the configuration's rollouts names."""
+    entries = {part.rollout.entry or "" for part in loaded.config.by_source.values()}
+    names = sorted(name for entry in entries if (name := entry.partition(":")[0]).endswith(".py"))
+    files = {name: loaded.directory / name for name in names}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}
 
 
 def _copy_drawing(run: RunDir, source: Path) -> None:
@@ -170,7 +187,8 @@ def read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             raise DataError("'changes' is not a list", run.config_path)
     except DataError as error:
         raise RunError(f"{error}; {MEND_RECORD}") from error
-    record.pop("auto", None)
+    for name in ("auto", "rollouts"):
+        record.pop(name, None)
     if isinstance(train := record.get("train", {}), dict):
         record["train"] = train | {"learning_rate": _rate(record)}
     with contextlib.suppress(ValidationError):  # invalid values show up as differences

@@ -487,3 +487,15 @@ def test_attempts_without_what_the_judge_reads_are_played_again_once_the_rollout
 def test_a_directory_that_cannot_be_written_is_named_with_its_key() -> None:
     with pytest.raises(ConfigError, match="runs: /proc/none cannot be written: .*; name another directory"):
         run(Path("/proc/none"))
+
+
+def test_a_rollout_that_changed_under_a_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    project = tmp_path / "project"
+    shutil.copytree(LETTERS, project)
+    for steps in (1, 2):
+        run(tmp_path / "runs", f"train.steps={steps}", "eval=null", project=project)
+        assert "rollout.py changed" not in caplog.text
+    with (project / "rollout.py").open("a") as file:
+        file.write("\n# another reward\n")
+    run(tmp_path / "runs", "train.steps=3", "eval=null", project=project)
+    assert caplog.text.count("rollout.py changed; attempts that this run has played keep the rewards they got") == 1
