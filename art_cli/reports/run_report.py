@@ -40,7 +40,7 @@ from art_cli.runs.run_checkpoints import explain, run_config, wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import read_served
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import CheckpointError, DataError, RunError, UsageError, printable
+from art_cli.runtime.errors import CheckpointError, DataError, UsageError, printable
 
 log = logging.getLogger(__name__)
 SCHEMA = 1  # version of the JSON printed by `art report --json`
@@ -165,12 +165,12 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_report(run: RunDir) -> RunReport:
-    """Raises UsageError for a missing path, RunError if it is not a run, DataError for damaged config.json or
+    """Raises UsageError for a missing path or one that is not a run, and DataError for damaged config.json or
     metrics.jsonl."""
     if not run.root.exists():
         raise UsageError(f"{run.root}: no such file or directory")
     if not any(path.exists() for path in (run.metrics_path, run.checkpoints, run.config_path)):
-        raise RunError(f"{run.root}: not a run (no metrics.jsonl, config.json or checkpoints/)")
+        raise UsageError(f"{run.root}: not a run (no metrics.jsonl, config.json or checkpoints/)")
     config, history = run_config(run), read_history(run)
     smoothed, steps = smooth(history.updates), run.checkpoint_steps()
     fault, labels = find_run_fault(run, history), RunLabels(run).answers()

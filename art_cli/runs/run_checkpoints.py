@@ -273,9 +273,9 @@ def run_config(run: RunDir | None) -> dict[str, Any]:
 
 
 def listed(run: RunDir) -> list[Listed]:
-    """Returns every checkpoint of the run, oldest first. Raises RunError if the directory is not a run."""
+    """Returns every checkpoint of the run, oldest first. Raises UsageError if the directory is not a run."""
     if not run.checkpoints.is_dir():
-        raise RunError(f"{run.root}: not a run (no checkpoints/)")
+        raise UsageError(f"{run.root}: not a run (no checkpoints/)")
     evaluations = run.evaluations()
     entries = [_entry(run, step, evaluations.get(step, {})) for step in run.checkpoint_steps()]
     best = _best_first((entry.step for entry in entries if entry.problem is None), _rewards(run.metrics()))[:1]

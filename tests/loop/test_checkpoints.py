@@ -182,7 +182,7 @@ def test_options_that_do_not_go_together_are_a_usage_error(
 
 def test_what_is_no_run_is_one_line(art: Art, tmp_path: Path) -> None:
     code, _, err = art("checkpoints", tmp_path / "nothing")
-    assert (code, err) == (1, f"error: {tmp_path}/nothing: not a run (no checkpoints/)\n")
+    assert (code, err) == (2, f"error: {tmp_path}/nothing: not a run (no checkpoints/)\n")
     assert not (tmp_path / "nothing").exists()
 
 

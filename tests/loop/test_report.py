@@ -545,7 +545,7 @@ def test_what_is_no_run_is_one_line(art: Art, tmp_path: Path) -> None:
     assert (code, out, err) == (2, "", f"error: {tmp_path}/nothing: no such file or directory\n")
     code, out, err = art("report", tmp_path)
     assert (code, out, err) == (
-        1,
+        2,
         "",
         f"error: {tmp_path}: not a run (no metrics.jsonl, config.json or checkpoints/)\n",
     )
