@@ -111,7 +111,8 @@ def check_rollout(opened: Opened, part: SourcePart) -> Finding:
 
 def _rollout_problem(opened: Opened, part: SourcePart, trajectory: Trajectory) -> Finding | None:
     if error := trajectory.error or trajectory.failure:
-        return Finding("rollout", False, error, f"mend the rollout; it failed on {_first_id(part)}")
+        mend = "await the call" if "'coroutine' object" in error else "mend the rollout"
+        return Finding("rollout", False, error, f"{mend}; it failed on {_first_id(part)}")
     if trajectory.returned_reward is None and part.judge is not None and part.judge.needs_reward:
         message = "it returned no reward, and judge is 'rollout'"
         return Finding("rollout", False, message, "return one, or choose a judge")
