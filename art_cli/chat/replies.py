@@ -1,18 +1,21 @@
 """Reply: a complete answer; Chunk: a piece of a streamed answer. ReplyBuilder joins a stream's chunks to a Reply.
 
+PieceQueue orders a stream's pieces.
+
 All client protocols use these records. wires/ renders them to each protocol's JSON.
 
 A model samples tool call arguments as text. Protocols with arguments as objects (`input_of`) lose the original text:
 spaces, key order, 1.0 or 1. Therefore calls are compared by their values (`are_same`).
 """
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from art_cli.chat.requests import Json, Request
+from art_cli.chat.requests import Json, Request, text_of
 from art_cli.runtime.processes.plain_json import is_deep
 
 MAX_GROWTH = 32  # how many times longer the same arguments may be, with line breaks, indents and escapes
@@ -145,6 +148,60 @@ def token_bytes(token: str) -> bytes:
 def token_text(token: str) -> str:
     """Returns a token for display, with U+FFFD for bytes of an incomplete character."""
     return token if token.isascii() else token_bytes(token).decode(errors="replace")
+
+
+# --- in order ---------------------------------------------------------------------------------------------------------
+
+
+class PieceQueue:
+    """Orders a stream's pieces for protocols in which one block ends before the next begins.
+
+    Endpoints may interleave the pieces of tool calls. Pieces of other blocks wait until the open call's arguments are a
+    JSON object, or until the end. Pieces behind such an object are dropped.
+
+    Example: the names of calls 0 and 1, then the arguments of 0 and 1, become call 0, then call 1.
+    """
+
+    def __init__(self) -> None:
+        self._open: str | int = ""  # "thinking", "text", or a call's index
+        self._arguments = ""  # of the open call
+        self._ended = set[int]()  # indices of calls that have ended
+        self._waiting: dict[str | int, list[Any]] = {}  # block -> its pieces
+
+    def add(self, delta: Json) -> Iterator[tuple[str | int, Any]]:
+        """Yields pieces to send now: ("thinking", text), ("text", text), or (index, call)."""
+        calls = [(call.get("index", place), call) for place, call in enumerate(delta.get("tool_calls") or ())]
+        for block, piece in [("thinking", thoughts_of(delta)), ("text", text_of(delta.get("content"))), *calls]:
+            if piece and block not in self._ended:
+                self._waiting.setdefault(block, []).append(piece)
+        return self._release(is_end=False)
+
+    def end(self) -> Iterator[tuple[str | int, Any]]:
+        """Yields the remaining pieces."""
+        return self._release(is_end=True)
+
+    def _release(self, *, is_end: bool) -> Iterator[tuple[str | int, Any]]:
+        while self._waiting:
+            if self._open not in self._waiting:
+                if isinstance(self._open, int) and not is_end and not _is_object(self._arguments):
+                    return
+                self._begin(next(iter(self._waiting)))
+            for piece in self._waiting.pop(self._open):
+                if isinstance(self._open, int):
+                    self._arguments += (piece.get("function") or {}).get("arguments") or ""
+                yield self._open, piece
+
+    def _begin(self, block: str | int) -> None:
+        if isinstance(self._open, int):
+            self._ended.add(self._open)
+        self._open, self._arguments = block, ""
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return arguments.rstrip().endswith("}") and isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 # --- put together -----------------------------------------------------------------------------------------------------

@@ -337,3 +337,44 @@ async def test_a_huge_index_of_a_streamed_call_makes_no_list_of_that_length() ->
     chunks = [{"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}]
     reply = await _ask(HttpBackend, _sse(chunks) + b"data: [DONE]\n\n", is_stream=True)
     assert _meaning(reply)[2] == [("get_time", {})]
+
+
+async def _events(path: str, body: bytes) -> list[Json]:
+    """Returns the events that a client of this protocol gets."""
+    wire = WIRES.at(path, Headers({"anthropic-version": "1"}))
+    request = wire.parse(json.dumps({**ASKED[path], "stream": True}).encode(), Sampling())
+    events = wire.stream(request)
+    told = b"".join([events.render(chunk) async for chunk in _canned(HttpBackend, body).stream(request)])
+    lines = (told + events.finish()).split(b"\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+
+
+@settings(max_examples=40)
+@given(st.permutations([0, 0, 0, 1, 1, 1, 2, 2, "text"]))
+async def test_interleaved_calls_are_whole_calls_in_every_protocol(order: list[Any]) -> None:
+    """Three calls and a text arrive in any order of pieces; no arguments are lost or joined to another call."""
+    arguments = [['{"n":', "0}"], ['{"n":', "1}"], ["{}"]]
+    pieces = [
+        iter([{"name": name, "arguments": ""}, *({"arguments": part} for part in parts)])
+        for name, parts in zip("abc", arguments, strict=True)
+    ]
+    deltas: list[Json] = []
+    for place in order:
+        function = {} if place == "text" else next(pieces[place])
+        ids = {"id": f"c{place}"} if "name" in function else {}
+        deltas.append(
+            {"tool_calls": [{"index": place, **ids, "function": function}]} if function else {"content": "hi"}
+        )
+    ends = [{"choices": [{"delta": delta}]} for delta in deltas] + [
+        {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+    ]
+    body = _sse(ends) + b"data: [DONE]\n\n"
+    wanted = {"a": {"n": 0}, "b": {"n": 1}, "c": {}}
+    told = await _events("/v1/messages", body)
+    names = {event["index"]: event["content_block"].get("name") for event in told if "content_block" in event}
+    inputs = {e["index"]: e["delta"]["partial_json"] for e in told if "partial_json" in e.get("delta", {})}
+    assert sorted(str(name) for name in names.values()) == ["None", "a", "b", "c"]
+    assert {names[index]: json.loads(written) for index, written in inputs.items()} == wanted
+    items = (await _events("/v1/responses", body))[-1]["response"]["output"]
+    assert {item["name"]: json.loads(item["arguments"]) for item in items if "name" in item} == wanted
+    assert len(items) == 4

@@ -24,8 +24,8 @@ import hashlib
 import json
 import uuid
 from base64 import b64encode
-from collections.abc import Iterator
-from typing import Annotated, Literal, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -34,7 +34,7 @@ from starlette.datastructures import Headers
 from art_cli.chat.api_keys import bearer, single
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
-from art_cli.chat.replies import Choice, Chunk, Reply, hex_id, input_of, thoughts_of
+from art_cli.chat.replies import Choice, Chunk, PieceQueue, Reply, hex_id, input_of, thoughts_of
 from art_cli.chat.requests import Json, Request, Sampling, text_of
 from art_cli.chat.wires.openai_shared import INT32, Count, given_sampling, tool_choice_of
 
@@ -142,6 +142,7 @@ class MessageEvents:
         self._thoughts: list[str] = []
         self._call: Json | None = None  # incomplete call
         self._call_index = -1
+        self._queue = PieceQueue()
 
     def render(self, chunk: Chunk) -> bytes:
         """Returns the events for a chunk, if the client would see its content."""
@@ -152,17 +153,11 @@ class MessageEvents:
         self._num_sampled += len(chunk.choice.token_ids)
         events = self._start(chunk) if is_first else b""
         delta = {"content": chunk.choice.text} if chunk.choice.message is None else chunk.choice.message
-        if thoughts := thoughts_of(delta):
-            events += self._piece("thinking", thoughts)
-        if text := text_of(delta.get("content")):
-            events += self._piece("text", text)
-        for position, call in enumerate(delta.get("tool_calls") or ()):
-            events += self._extend_call(call, call.get("index", position))
-        return events
+        return events + self._pieces(self._queue.add(delta))
 
     def finish(self) -> bytes:
         assert self._last is not None, "a stream without chunks"
-        events = self._end_call() + self._close()
+        events = self._pieces(self._queue.end()) + self._end_call() + self._close()
         counts = self._last.usage or (self._num_prompt, self._num_sampled)
         ending = {"type": "message_delta", "delta": _ending(self._ended), "usage": _usage(*counts)}
         return events + _event(ending) + _event({"type": "message_stop"})
@@ -175,6 +170,12 @@ class MessageEvents:
         message = {**_head(chunk.model, chunk.id), "content": [], "stop_reason": None, "stop_sequence": None}
         counts = chunk.usage or (self._num_prompt, 0)
         return _event({"type": "message_start", "message": {**message, "usage": _usage(*counts)}})
+
+    def _pieces(self, pieces: Iterable[tuple[str | int, Any]]) -> bytes:
+        return b"".join(
+            self._piece(block, piece) if isinstance(block, str) else self._extend_call(piece, block)
+            for block, piece in pieces
+        )
 
     def _piece(self, kind: str, text: str) -> bytes:
         """Returns the text in a block of this type, and opens the block if needed."""

@@ -18,7 +18,7 @@ are dropped first.
 import hashlib
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
-from art_cli.chat.replies import Choice, Chunk, Reply, thoughts_of
+from art_cli.chat.replies import Choice, Chunk, PieceQueue, Reply, thoughts_of
 from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.chat.wires.openai_shared import (
     HARMLESS,
@@ -313,6 +313,7 @@ class ResponseEvents:
         self._open: _Open | None = None
         self._items: list[Json] = []  # closed items
         self._call = -1  # index of the open call in the reply
+        self._queue = PieceQueue()
         self._logprobs: list[Any] = []  # one for each token that came while no message was open
         self._counts = [0, 0]  # tokens of the prompt and answer
         self._finish_reason = "stop"
@@ -329,19 +330,15 @@ class ResponseEvents:
         if self._request.wants_logprobs:
             self._logprobs += token_logprobs(self._request, chunk.choice)
         delta: Json = {"content": chunk.choice.text} if chunk.choice.message is None else chunk.choice.message
-        if thought := thoughts_of(delta):
-            events += self._grow(_OpenThought, thought)
-        if text := delta.get("content"):
-            events += self._grow(_OpenText, text)
-        for place, call in enumerate(delta.get("tool_calls") or ()):
-            events += self._grow_call(call.get("index", place), call)
-        return events
+        return events + self._pieces(self._queue.add(delta))
 
     def finish(self) -> bytes:
         """Returns the end of the last item and the response."""
         assert self._last is not None, "a stream without chunks"
         status = _status(self._finish_reason)
-        events = b"" if self._items or self._open else self._grow(_OpenText, "")
+        events = self._pieces(self._queue.end())
+        if not self._items and self._open is None:
+            events += self._grow(_OpenText, "")
         events += self._close(status)
         return events + self._event(f"response.{status}", {"response": self._body(status)})
 
@@ -365,6 +362,13 @@ class ResponseEvents:
         last = self._last
         counts = (self._counts[0], self._counts[1]) if last is None or last.usage is None else last.usage
         return _response(self._request, 0 if last is None else last.created, status, self._items, counts)
+
+    def _pieces(self, pieces: Iterable[tuple[str | int, Any]]) -> bytes:
+        kinds: dict[str | int, type[_Open]] = {"thinking": _OpenThought, "text": _OpenText}
+        return b"".join(
+            self._grow(kinds[block], piece) if isinstance(block, str) else self._grow_call(block, piece)
+            for block, piece in pieces
+        )
 
     def _grow(self, kind: type[_Open], text: str) -> bytes:
         """Returns the events for a piece of the open item. Opens a new item if the type changed."""
