@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.chat_errors import invalid
+from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.client import HttpBackend, read_answer, read_events
 from art_cli.chat.openai_reply import new_id, without_nulls
 from art_cli.chat.replies import Choice, Chunk, Reply, input_of
@@ -59,6 +59,7 @@ class _MessageJson(msgspec.Struct):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: _UsageJson = msgspec.field(default_factory=_UsageJson)
+    error: Any = None
 
 
 class _DeltaJson(msgspec.Struct):
@@ -77,7 +78,7 @@ class _EventJson(msgspec.Struct):
     content_block: _BlockJson | None = None
     delta: _DeltaJson | None = None
     usage: _UsageJson | None = None
-    error: Json | None = None
+    error: Any = None
 
 
 class AnthropicBackend(HttpBackend):
@@ -92,7 +93,12 @@ class AnthropicBackend(HttpBackend):
     async def reply(self, request: Request) -> Reply:
         """Raises ChatError as HttpBackend does."""
         async with self._post(request, is_stream=False) as response:
-            parsed = self._convert(await read_answer(response), _MessageJson)
+            return self._reply(request, await read_answer(response))
+
+    def _reply(self, request: Request, body: bytes) -> Reply:
+        parsed = self._convert(body, _MessageJson)
+        if parsed.error:
+            raise self._stated_error(parsed.error, body)
         with self._unreadable():
             calls = [_call(block) for block in parsed.content if block.type == "tool_use"]
         text = "".join(block.text or "" for block in parsed.content if block.type == "text")
@@ -124,14 +130,22 @@ class AnthropicBackend(HttpBackend):
         async with self._post(request, is_stream=True) as response:
             async for data in read_events(response):
                 event = self._convert(data, _EventJson)
-                if event.type == "error":
-                    raise self._refusal(STATUSES.get(str((event.error or {}).get("type")), 502), data)
-                with self._unreadable():
-                    chunks = list(stream.chunks(event))
+                if event.type == "error" or event.error:
+                    raise self._stated_error(event.error, data)
+                if event.type == "message":  # the whole message, from an endpoint that does not stream
+                    chunks = [stream.whole(self._reply(request, data))]
+                else:
+                    with self._unreadable():
+                        chunks = list(stream.chunks(event))
                 for chunk in chunks:
                     yield chunk
         if not stream.is_over:
             raise self._broken("the stream ended before the answer did")
+
+    def _stated_error(self, error: Any, answer: bytes) -> ChatError:
+        """Returns the error in an answer of status 200."""
+        kind = error.get("type") if isinstance(error, dict) else None
+        return self._refusal(STATUSES.get(str(kind), 502), answer)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -228,6 +242,11 @@ class _Stream:
                     stop_string=event.delta.stop_sequence,
                     usage=(usage.num_prompt or self._num_prompt, usage.output_tokens or 0),
                 )
+
+    def whole(self, reply: Reply) -> Chunk:
+        self.is_over, self._id = True, reply.id
+        chunk = self._chunk({}, usage=reply.usage)
+        return msgspec.structs.replace(chunk, choice=reply.choices[0], is_last=True)
 
     def _delta(self, index: int, delta: _DeltaJson) -> Json:
         match delta.type:

@@ -9,6 +9,7 @@ httpx (32 concurrent calls of 18 kB). Other clients use `open_session` and `read
 aiohttp decompresses incrementally, so the limit also stops decompression bombs.
 """
 
+import codecs
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -30,6 +31,8 @@ MAX_ANSWER = 64 << 20  # bytes; 8 choices of 32k tokens with ids and logprobs ta
 MAX_ERROR = 1 << 20  # maximum bytes of an error answer, which is quoted in a message
 CONNECT_TIMEOUT_S = 10.0
 MAX_MESSAGE = 10_000  # maximum characters of an endpoint's error for the client
+_STATUS = re.compile("[45][0-9][0-9]")  # an HTTP status as an error's code
+_FIELD = re.compile(rb":|(data|event|id|retry)(:|$)")  # begins a line of an event
 _REFUSED = re.compile(r"unsupported|not support|unrecognized|unknown|not permitted|unexpected", re.IGNORECASE)
 
 
@@ -103,8 +106,9 @@ class HttpBackend:
         async with self._post(request, is_stream=False) as response:
             body = await read_answer(response)
         reader = ReplyReader(request)
-        with self._unreadable():
+        with self._unreadable(body):
             parsed = reader.read(body)
+            self._raise_error(parsed, body)
             if not parsed.choices:
                 raise ValueError("it has no choices")
             choices = [reader.choice(choice) for choice in parsed.choices]
@@ -129,10 +133,9 @@ class HttpBackend:
                     ends = [ChoiceJson(index=index, finish_reason="stop") for index in sorted(open_choices & begun)]
                     parsed = ReplyJson(choices=ends)
                 else:
-                    with self._unreadable():
+                    with self._unreadable(data):
                         parsed = reader.read(data)
-                if parsed.error is not None:
-                    raise self._refusal(502, data)
+                self._raise_error(parsed, data)
                 for chunk in self._chunks(request, parsed, reader):
                     begun.add(chunk.choice.index)
                     if chunk.is_last:
@@ -202,24 +205,37 @@ class HttpBackend:
             message = f"{self._url}: {type(error).__name__}: {self._hide_key(str(error))}"
             raise ChatError(502, message, code="upstream_unreachable") from error
 
+    def _raise_error(self, parsed: ReplyJson, answer: bytes) -> None:
+        """Raises ChatError for an error in an answer of status 200."""
+        if not parsed.error and parsed.choices:
+            return
+        error = read_error(answer)
+        if parsed.error or error.message:
+            raise self._refusal(int(error.code or 0) if _STATUS.fullmatch(error.code or "") else 502, answer)
+
     def _refusal(self, status: int, answer: bytes, retry_after: str | None = None) -> ChatError:
         """Returns the endpoint's error with our key removed."""
         if status in (401, 403):
             return ChatError(status, f"{self._url}: it refused our API key", code="upstream_authentication")
         error = read_error(answer)
-        message = self._hide_key(error.message or answer[:200].decode(errors="replace"))[:MAX_MESSAGE]
+        text = error.message or answer[:200].decode(errors="replace").strip() or f"{self._url}: empty answer {status}"
+        text = text if status >= 400 else f"{self._url}: status {status}: {text}"
+        message = self._hide_key(text)[:MAX_MESSAGE]
         status = status if 400 <= status < 600 else 502
+        if not (retry_after or "").isascii():  # as headers must be
+            retry_after = None
         return ChatError(status, message, error.type, error.param, error.code, retry_after=retry_after)
 
     def _broken(self, message: str) -> ChatError:
         return ChatError(502, f"{self._url}: {message}", code="upstream_broken")
 
     @contextmanager
-    def _unreadable(self) -> Iterator[None]:
+    def _unreadable(self, answer: bytes = b"{") -> Iterator[None]:
         try:
             yield
         except (ValueError, RecursionError) as error:
-            raise self._broken(f"not an OpenAI reply: {error}") from error
+            quoted = "" if answer.startswith(b"{") else self._hide_key(f": {answer[:200].decode(errors='replace')!r}")
+            raise self._broken(f"not an OpenAI reply: {error}{quoted}") from error
 
     def _hide_key(self, text: str) -> str:
         return self._secrets.redact(text[: 2 * MAX_MESSAGE])
@@ -234,7 +250,7 @@ class HttpBackend:
                 created=int(parsed.created or 0),
                 model=request.model,
                 choice=choice,
-                is_last=bool(piece.finish_reason),
+                is_last=bool(piece.finish_reason) or piece.message is not None,
                 prompt_ids=prompt_ids,
                 step=self.step if parsed.step is None else parsed.step,
                 sampling=request.sampling,
@@ -335,15 +351,39 @@ def _sampling(sampling: Sampling) -> Json:
 
 
 async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields the data of each server-sent event. Avoids aiohttp's line reader, which limits the line length."""
-    rest = bytearray()
+    """Yields the data of each server-sent event. A body that is not events, such as an error, is yielded whole."""
+    data, other = bytearray(), bytearray()
+    is_begun = False
+    async for line in _lines(response):
+        if other or (line and not is_begun and not _FIELD.match(line)):
+            other += line + b"\n"
+        elif line.startswith(b"data:"):
+            value = line[5:].strip()
+            if data.endswith(b"}") and value.startswith((b"{", b"[")):  # no empty line before this event
+                yield bytes(data)
+                data.clear()
+            data += b"\n" + value if data else value
+        elif not line and data:
+            yield bytes(data)
+            data.clear()
+        is_begun = is_begun or bool(line)
+        if len(data) + len(other) > MAX_ANSWER:
+            raise AnswerTooLarge(f"an event of the stream is larger than {MAX_ANSWER >> 20} MiB")
+    if rest := data or other.strip():
+        yield bytes(rest)
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yields lines that end with LF, CR, or both. Avoids aiohttp's line reader, which limits the line length."""
+    rest, is_behind_cr = bytearray(), False
     async for piece in response.content.iter_any():
-        *lines, last = piece.split(b"\n")
+        piece = piece[1:] if is_behind_cr and piece.startswith(b"\n") else piece
+        is_behind_cr = piece.endswith(b"\r")
+        *lines, last = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         for line in lines:
-            rest += line
-            if rest.startswith(b"data:"):
-                yield bytes(rest[5:]).strip()
+            yield bytes(rest + line).removeprefix(codecs.BOM_UTF8)
             rest.clear()
         rest += last
         if len(rest) > MAX_ANSWER:
             raise AnswerTooLarge(f"a line of the stream is larger than {MAX_ANSWER >> 20} MiB")
+    yield bytes(rest)

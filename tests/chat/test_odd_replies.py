@@ -11,11 +11,16 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from art_cli.chat.anthropic_client import AnthropicBackend
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.client import HttpBackend
+from art_cli.chat.client import HttpBackend, read_events
+from art_cli.chat.http_server import serve
 from art_cli.chat.replies import Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import WIRES
@@ -38,14 +43,15 @@ ASKED: dict[str, Json] = {  # the same question in each protocol of a client
 class _Answer:
     """An answer of the endpoint: its body comes in pieces of any size."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, size: int = 1000) -> None:
         self.headers: Json = {}
+        self._size = size
         self.content = self
         self._body = body
 
     async def iter_any(self) -> AsyncIterator[bytes]:
-        for start in range(0, len(self._body), 1000):
-            yield self._body[start : start + 1000]
+        for start in range(0, len(self._body), self._size):
+            yield self._body[start : start + self._size]
 
 
 def _canned(kind: type[HttpBackend], body: bytes) -> HttpBackend:
@@ -378,3 +384,85 @@ async def test_interleaved_calls_are_whole_calls_in_every_protocol(order: list[A
     items = (await _events("/v1/responses", body))[-1]["response"]["output"]
     assert {item["name"]: json.loads(item["arguments"]) for item in items if "name" in item} == wanted
     assert len(items) == 4
+
+
+WHOLE = {"choices": [{"message": {"content": "Hi"}, "finish_reason": None}]}
+QUOTA = {"error": {"message": "quota exceeded", "code": 429}}
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (json.dumps(QUOTA).encode(), 429, "quota exceeded"),
+        (json.dumps({"error": "out of memory"}).encode(), 502, "out of memory"),
+        (json.dumps({"object": "error", "message": "too busy", "code": 503}, indent=1).encode(), 503, "too busy"),
+        (b"<html>\n<h1>please log in</h1></html>", 502, "please log in"),
+    ],
+    ids=["error", "text", "flat", "html"],
+)
+async def test_an_error_of_status_200_reaches_the_client(body: bytes, status: int, told: str, is_stream: bool) -> None:
+    with pytest.raises(ChatError, match=told) as refused:
+        await _ask(HttpBackend, body, is_stream=is_stream)
+    assert refused.value.status == status
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+async def test_an_error_of_status_200_reaches_the_client_of_anthropics_endpoint(is_stream: bool) -> None:
+    error = {"type": "error", "error": {"type": "overloaded_error", "message": "too busy"}}
+    with pytest.raises(ChatError, match="too busy") as refused:
+        await _ask(AnthropicBackend, json.dumps(error).encode(), is_stream=is_stream)
+    assert refused.value.status == 529
+
+
+async def test_a_whole_reply_to_a_request_for_a_stream_is_the_reply() -> None:
+    reply = await _ask(HttpBackend, json.dumps(WHOLE, indent=1).encode(), is_stream=True)
+    assert _meaning(reply) == ("Hi", "", [])
+    message = {"type": "message", "id": "m", "content": [{"type": "text", "text": "Hi"}], "stop_reason": "end_turn"}
+    reply = await _ask(AnthropicBackend, json.dumps(message).encode(), is_stream=True)
+    assert _meaning(reply) == ("Hi", "", [])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"], ids=["LF", "CR", "CRLF"])
+@pytest.mark.parametrize("between", [1, 0], ids=["spaced", "dense"])
+@pytest.mark.parametrize("indent", [None, 1], ids=["one line", "many lines"])
+async def test_events_are_read_at_every_line_end(end: str, between: int, indent: int | None) -> None:
+    """An event may have several `data:` lines; some servers put no empty line between events."""
+    pieces = [{"choices": [{"delta": {"content": text}}]} for text in ("é", "b")]
+    texts = [json.dumps(piece, indent=indent).split("\n") for piece in pieces]
+    events = [end.join(f"data: {line}" for line in lines) + end for lines in [*texts, ["[DONE]"]]]
+    body = "\ufeff: hi" + end + (end * between).join(events)
+    assert _meaning(await _ask(HttpBackend, body.encode(), is_stream=True)) == ("éb", "", [])
+    for size in (1, 2, 3):
+        answer: Any = _Answer(body.encode(), size)
+        *found, done = [event async for event in read_events(answer)]
+        assert ([json.loads(event) for event in found], done) == (pieces, b"[DONE]")
+
+
+@pytest.mark.parametrize("status", [204, 307])
+@pytest.mark.parametrize("kind", [HttpBackend, AnthropicBackend])
+async def test_a_status_that_is_no_answer_is_named(kind: type[HttpBackend], status: int) -> None:
+    async def answer(http: HttpRequest) -> Response:
+        return Response(status_code=status)
+
+    assert str(status) in (await _refused(kind, answer)).message
+
+
+async def test_a_retry_after_that_no_header_can_carry_is_dropped() -> None:
+    async def answer(http: HttpRequest) -> Response:
+        response = Response(b'{"error": {"message": "slow down"}}', 429)
+        response.raw_headers.append((b"retry-after", "€".encode()))
+        return response
+
+    refused = await _refused(HttpBackend, answer)
+    assert (refused.status, refused.message, refused.retry_after) == (429, "slow down", None)
+
+
+async def _refused(kind: type[HttpBackend], answer: Any) -> ChatError:
+    request = WIRES.at("/v1/chat/completions").parse(json.dumps(TALK).encode(), Sampling())
+    async with serve(Starlette(routes=[Route("/{path:path}", answer, methods=["POST"])])) as root:
+        backend = kind(f"{root}/v1", "key-of-the-test", "m")
+        with pytest.raises(ChatError) as refused:
+            await backend.reply(request)
+        await backend.close()
+    return refused.value
