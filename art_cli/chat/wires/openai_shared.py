@@ -2,9 +2,10 @@
 
 Each parameter is supported, harmless to ignore, or an error. In addition to OpenAI's parameters, clients may send
 vLLM's `top_k`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `return_token_ids`, and `chat_template_kwargs`. A
-reply to a request with `return_token_ids` has vLLM's fields `prompt_token_ids` (in each choice of a plain completion)
-and `choices[].token_ids`, and three more: `step`, the policy's step, `choices[].raw_logprobs`, each token's logprob
-under the unmodified softmax(logits), and `choices[].sampled_logprobs`, the logprob under the sampled distribution.
+reply to a request with `return_token_ids` has vLLM's fields `prompt_token_ids` (in each choice of a plain completion),
+`choices[].token_ids` and `choices[].stop_reason` (the stop string that ended it), and three more: `step`, the policy's
+step, `choices[].raw_logprobs`, each token's logprob under the unmodified softmax(logits), and
+`choices[].sampled_logprobs`, the logprob under the sampled distribution.
 `logprobs` has the raw logprobs, as in vLLM (`reported_logprobs`).
 """
 
@@ -209,12 +210,14 @@ def event(data: bytes) -> bytes:
 
 
 def token_fields(request: Request, choice: Choice) -> Json:
+    """Returns the fields of a choice for a request with `return_token_ids`."""
     if not request.wants_token_ids:
         return {}
     return {
         "token_ids": choice.token_ids,
         "raw_logprobs": choice.raw_logprobs,
         "sampled_logprobs": choice.logprobs,
+        "stop_reason": choice.stop_string,
     }
 
 
