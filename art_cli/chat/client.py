@@ -21,8 +21,8 @@ from yarl import URL
 
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.openai_reply import ChoiceJson, ReplyJson, ReplyReader
-from art_cli.chat.replies import Chunk, Reply
-from art_cli.chat.requests import RESHAPING, Json, Request, Sampling, needs_echo
+from art_cli.chat.replies import Choice, Chunk, Reply
+from art_cli.chat.requests import RESHAPING, Json, Request, Sampling, masks_logits, needs_echo
 from art_cli.runtime.secrets import find_secrets
 
 LOCAL = ("127.0.0.1", "localhost", "::1")  # names of this machine
@@ -111,7 +111,7 @@ class HttpBackend:
             self._raise_error(parsed, body)
             if not parsed.choices:
                 raise ValueError("it has no choices")
-            choices = [reader.choice(choice) for choice in parsed.choices]
+            choices = [_masked(request, reader.choice(choice)) for choice in parsed.choices]
         return Reply(
             id=parsed.id or "",
             created=int(parsed.created or 0),
@@ -244,7 +244,7 @@ class HttpBackend:
         prompt_ids = parsed.prompt_ids
         for piece in parsed.choices or ([ChoiceJson()] if parsed.usage else []):
             with self._unreadable():
-                choice = reader.choice(piece)
+                choice = _masked(request, reader.choice(piece))
             yield Chunk(
                 id=parsed.id or "",
                 created=int(parsed.created or 0),
@@ -257,6 +257,12 @@ class HttpBackend:
                 usage=parsed.counts,
             )
             prompt_ids = None
+
+
+def _masked(request: Request, choice: Choice) -> Choice:
+    """Marks logprobs that a mask, penalty or bias has changed, because the endpoint reports no raw logprobs."""
+    choice.is_masked = choice.raw_logprobs is None and bool(choice.logprobs) and masks_logits(request)
+    return choice
 
 
 # --- what an endpoint understands -------------------------------------------------------------------------------------

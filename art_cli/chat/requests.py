@@ -99,6 +99,11 @@ def demands_format(request: Request) -> bool:
     return request.response_format is not None or request.tool_choice not in ("auto", "none")
 
 
+def masks_logits(request: Request) -> bool:
+    """Returns whether a format, forced call, penalty or bias changes the logits in ways no learner can reproduce."""
+    return demands_format(request) or bool(request.sampling.reshaping)
+
+
 def with_defaults(request: Request, defaults: Sampling) -> Request:
     """Returns the request with `defaults` for the sampling fields that the client did not give."""
     given = {name: getattr(request.sampling, name) for name in request.user_set}

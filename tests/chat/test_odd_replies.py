@@ -21,7 +21,7 @@ from art_cli.chat.anthropic_client import AnthropicBackend
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.client import HttpBackend, read_events
 from art_cli.chat.http_server import serve
-from art_cli.chat.replies import Reply, ReplyBuilder
+from art_cli.chat.replies import Choice, Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
 from art_cli.chat.wires import WIRES
 
@@ -466,3 +466,50 @@ async def _refused(kind: type[HttpBackend], answer: Any) -> ChatError:
             await backend.reply(request)
         await backend.close()
     return refused.value
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("more", "raw", "is_masked"),
+    [
+        ({"response_format": {"type": "json_object"}}, None, True),
+        ({"tools": TOOLS, "tool_choice": "required"}, None, True),
+        ({"presence_penalty": 1.0}, None, True),
+        ({"response_format": {"type": "json_object"}}, [-0.7], False),
+        ({}, None, False),
+    ],
+)
+async def test_logprobs_after_a_mask_are_marked(more: Json, raw: Any, is_masked: bool, is_stream: bool) -> None:
+    """An endpoint such as vLLM reports one logprob per token; art's own also reports the raw one."""
+    choice = {"token_ids": [4], "logprobs": {"content": [{"token": "{}", "logprob": 0.0}]}, "finish_reason": "stop"}
+    choice |= {"raw_logprobs": raw, "delta" if is_stream else "message": {"content": "{}"}}
+    request = WIRES.at("/v1/chat/completions").parse(json.dumps({**TALK, **more}).encode(), Sampling())
+    if not is_stream:
+        reply = await _canned(HttpBackend, json.dumps({"choices": [choice]}).encode()).reply(request)
+    else:
+        builder = ReplyBuilder(request)
+        async for chunk in _canned(HttpBackend, _sse([{"choices": [choice]}])).stream(request):
+            builder.add(chunk)
+        reply = builder.reply()
+    assert reply.choices[0].is_masked is is_masked
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_the_stop_string_passes_from_our_own_wires_to_our_own_reader(path: str, is_stream: bool) -> None:
+    wire = WIRES.at(path)
+    question = {"prompt": "x"} if path == "/v1/completions" else {"messages": TALK["messages"]}
+    asked = {"model": "m", **question, "stop": "END", "stream": is_stream, "return_token_ids": True}
+    request = wire.parse(json.dumps(asked).encode(), Sampling())
+    message = {"content": "a"} if request.messages else None
+    choice = Choice(index=0, message=message, text="a", token_ids=[1], logprobs=[-1.0], stop_string="END")
+    if not is_stream:
+        body = wire.render(request, Reply(id="x", created=1, model="m", choices=[choice], prompt_ids=[1]))
+        reply = await _canned(HttpBackend, body).reply(request)
+    else:
+        events, builder = wire.stream(request), ReplyBuilder(request)
+        body = events.render(Chunk(id="x", created=1, model="m", choice=choice, is_last=True)) + events.finish()
+        async for chunk in _canned(HttpBackend, body).stream(request):
+            builder.add(chunk)
+        reply = builder.reply()
+    assert reply.choices[0].stop_string == "END"

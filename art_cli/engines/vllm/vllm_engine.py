@@ -29,7 +29,7 @@ from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.chat_errors import INVALID_REQUEST, ChatError
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.replies import Choice, Chunk, Reply
-from art_cli.chat.requests import Request, demands_format, needs_echo
+from art_cli.chat.requests import Request, masks_logits, needs_echo
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
 from art_cli.engines.proof import MOST_GAP
@@ -430,7 +430,7 @@ def complete_logprobs(request: Request, choice: Choice) -> None:
     sampling = request.sampling
     if choice.raw_logprobs is not None:
         return
-    choice.is_masked = demands_format(request) or bool(sampling.reshaping)
+    choice.is_masked = masks_logits(request)
     if choice.is_masked:
         return
     if sampling.temperature == 0:
