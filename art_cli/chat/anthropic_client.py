@@ -158,13 +158,13 @@ class AnthropicBackend(HttpBackend):
     def _body(self, request: Request, *, is_stream: bool) -> Json:
         _refuse(request)
         sampling, given = request.sampling, request.user_set
-        system, messages = _messages(request.messages or [])
+        system, messages = _messages(request.messages or [], request.failed_calls)
         body: Json = {"model": self.model, "messages": messages, "stream": is_stream}
         body["max_tokens"] = sampling.max_tokens or self._max_tokens
         if system:
             body["system"] = system
         if request.tools:
-            body |= {"tools": [_tool(tool) for tool in request.tools], "tool_choice": _tool_choice(request.tool_choice)}
+            body |= {"tools": [_tool(tool) for tool in request.tools], "tool_choice": _tool_choice(request)}
         if sampling.stop:
             body["stop_sequences"] = list(sampling.stop)
         # Sends only explicit parameters, because newer models refuse temperature together with top_p.
@@ -304,14 +304,14 @@ def _refuse(request: Request) -> None:
         raise invalid(f"{name}: the upstream endpoint speaks Anthropic's Messages API, which does not support it", name)
 
 
-def _messages(messages: list[Json]) -> tuple[str, list[Json]]:
+def _messages(messages: list[Json], failed_calls: frozenset[str]) -> tuple[str, list[Json]]:
     """Returns the system prompt and the messages as content blocks. Adjacent messages with the same role are merged."""
     leading = next((i for i, message in enumerate(messages) if not _is_system(message)), len(messages))
     system = "\n\n".join(filter(None, (text_of(message.get("content")) for message in messages[:leading])))
     found: list[Json] = []
     for message in messages[leading:]:
         role = "assistant" if message.get("role") == "assistant" else "user"
-        if not (blocks := list(_blocks(message))):
+        if not (blocks := list(_blocks(message, failed_calls))):
             continue
         if found and found[-1]["role"] == role:
             found[-1]["content"] += blocks
@@ -324,10 +324,16 @@ def _is_system(message: Json) -> bool:
     return message.get("role") in ("system", "developer")
 
 
-def _blocks(message: Json) -> Iterator[Json]:
+def _blocks(message: Json, failed_calls: frozenset[str]) -> Iterator[Json]:
     text = text_of(message.get("content"))
     if message.get("role") == "tool":
-        yield {"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": text}
+        id = message.get("tool_call_id")
+        yield {
+            "type": "tool_result",
+            "tool_use_id": id,
+            "content": text,
+            **({"is_error": True} if id in failed_calls else {}),
+        }
         return
     if text.strip():  # the endpoint refuses blocks of white space
         yield {"type": "text", "text": text}
@@ -343,10 +349,12 @@ def _tool(tool: Json) -> Json:
     return {"name": function["name"], **described, "input_schema": function.get("parameters") or {"type": "object"}}
 
 
-def _tool_choice(choice: str | Json) -> Json:
+def _tool_choice(request: Request) -> Json:
+    choice = request.tool_choice
+    single = {} if request.calls_in_parallel or choice == "none" else {"disable_parallel_tool_use": True}
     if isinstance(choice, str):
-        return {"type": {"required": "any"}.get(choice, choice)}
-    return {"type": "tool", "name": choice["function"]["name"]}
+        return {"type": {"required": "any"}.get(choice, choice), **single}
+    return {"type": "tool", "name": choice["function"]["name"], **single}
 
 
 def _call(block: _BlockJson) -> Json:

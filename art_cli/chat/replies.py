@@ -140,6 +140,11 @@ def thoughts_of(message: Json) -> str:
     return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
+def answer_of(message: Json) -> str:
+    """Returns the text of a message or a delta; a refusal is text too."""
+    return text_of(message.get("content")) or message.get("refusal") or ""
+
+
 def token_bytes(token: str) -> bytes:
     """Returns a token's bytes. In the text, bytes of an incomplete character are lone surrogates (PEP 383)."""
     return token.encode(errors="surrogateescape")
@@ -171,7 +176,7 @@ class PieceQueue:
     def add(self, delta: Json) -> Iterator[tuple[str | int, Any]]:
         """Yields pieces to send now: ("thinking", text), ("text", text), or (index, call)."""
         calls = [(call.get("index", place), call) for place, call in enumerate(delta.get("tool_calls") or ())]
-        for block, piece in [("thinking", thoughts_of(delta)), ("text", text_of(delta.get("content"))), *calls]:
+        for block, piece in [("thinking", thoughts_of(delta)), ("text", answer_of(delta)), *calls]:
             if piece and block not in self._ended:
                 self._waiting.setdefault(block, []).append(piece)
         return self._release(is_end=False)

@@ -60,6 +60,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     more_prompts: list[str | list[int]] = []  # further prompts; the application sends a request for each
     tools: list[Json] = []
     tool_choice: str | Json = "auto"  # "auto", "none", "required", or a named function
+    calls_in_parallel: bool = True  # whether a reply may have several tool calls
+    failed_calls: frozenset[str] = frozenset()  # ids of calls whose tool message is an error
     response_format: Json | None = None  # OpenAI's json_object or json_schema; None means text
     template_kwargs: Json = {}  # chat_template_kwargs: {"enable_thinking": false}
     thinks: bool | None = None  # whether the model thinks, if the template supports it; default: the template's default

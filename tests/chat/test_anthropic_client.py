@@ -132,3 +132,12 @@ async def test_what_the_protocol_has_no_place_for_is_refused_by_name(fields: Jso
     with pytest.raises(ChatError, match="Messages"):
         await backend.reply(call(HISTORY[:2], **fields))
     await backend.close()
+
+
+async def test_failed_calls_and_single_calls_arrive_as_they_were_sent() -> None:
+    asked = ScriptedBackend(lambda request: "ok")
+    request = call(HISTORY, tools=[TOOL], calls_in_parallel=False, failed_calls=frozenset({"b"}))
+    async with at(build_app(lambda key: asked)) as backend:
+        await ask(backend, request, is_stream=False)
+    (seen,) = asked.requests
+    assert (seen.failed_calls, seen.calls_in_parallel) == (frozenset({"b"}), False)

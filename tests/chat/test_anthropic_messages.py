@@ -386,3 +386,16 @@ async def test_refusals_of_the_application_have_anthropics_form() -> None:
             (await http.post("/messages", json=body(model="other")), 404, "not_found_error"),
         ):
             assert (reply.status_code, reply.json()["type"], reply.json()["error"]["type"]) == (status, "error", kind)
+
+
+def test_the_text_of_a_result_that_is_an_error_says_so() -> None:
+    asked = {"role": "assistant", "content": [tool_use("one"), tool_use("two"), tool_use("three")]}
+    results = [
+        {**result("one", "no such file"), "is_error": True},
+        {**result("two", "<tool_use_error>busy"), "is_error": True},
+        {**result("three", "fine"), "is_error": False},
+    ]
+    request = parse(body(messages=[USER, asked, {"role": "user", "content": results}]))
+    texts = [message["content"] for message in (request.messages or [])[2:]]
+    assert texts == ["Error: no such file", "<tool_use_error>busy", "fine"]
+    assert request.failed_calls == {"one", "two"}

@@ -513,3 +513,25 @@ async def test_the_stop_string_passes_from_our_own_wires_to_our_own_reader(path:
             builder.add(chunk)
         reply = builder.reply()
     assert reply.choices[0].stop_string == "END"
+
+
+async def test_a_refusal_is_text_in_every_protocol() -> None:
+    message = {"content": None, "refusal": "I cannot"}
+    whole = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+    streamed = _sse([{"choices": [{"delta": {"refusal": text}}]} for text in ("I ", "cannot")]) + b"data: [DONE]\n\n"
+    wires = [WIRES.at(path, Headers({"anthropic-version": "1"})) for path in ASKED]
+    for wire, asked in zip(wires, ASKED.values(), strict=True):
+        request = wire.parse(json.dumps(asked).encode(), Sampling())
+        assert b"I cannot" in wire.render(request, await _canned(HttpBackend, whole).reply(request))
+    told = await _events("/v1/messages", streamed)
+    assert "".join(event.get("delta", {}).get("text", "") for event in told) == "I cannot"
+    assert (await _events("/v1/responses", streamed))[-1]["response"]["output"][0]["content"][0]["text"] == "I cannot"
+
+
+def test_the_older_function_call_of_a_message_is_refused_by_name() -> None:
+    talk = [{"role": "assistant", "content": "x", "function_call": None}, *TALK["messages"]]
+    wire = WIRES.at("/v1/chat/completions")
+    wire.parse(json.dumps({**TALK, "messages": talk}).encode(), Sampling())
+    talk[0]["function_call"] = {"name": "f", "arguments": "{}"}
+    with pytest.raises(ChatError, match="function_call"):
+        wire.parse(json.dumps({**TALK, "messages": talk}).encode(), Sampling())

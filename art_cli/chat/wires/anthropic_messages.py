@@ -12,6 +12,7 @@ because otherwise no conversation would continue its own tokens.
     {"role": "user", "content": [tool_result, tool_result, text]}   tool messages, in call order, then a user message
     {"role": "assistant", "content": [thinking, text, tool_use]}    one message, in any block order
     a tool with `defer_loading`                                     omitted from the prompt until a tool_reference
+    a tool_result with `is_error`                                   "Error: " before its text, unless it says so itself
     {"role": "system"} after another message                        a user message, because templates refuse it
 
 A reply is a complete message or a stream of events. Thoughts come before text, and text before calls. Thinking blocks
@@ -34,8 +35,8 @@ from starlette.datastructures import Headers
 from art_cli.chat.api_keys import bearer, single
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
-from art_cli.chat.replies import Choice, Chunk, PieceQueue, Reply, hex_id, input_of, thoughts_of
-from art_cli.chat.requests import Json, Request, Sampling, text_of
+from art_cli.chat.replies import Choice, Chunk, PieceQueue, Reply, answer_of, hex_id, input_of, thoughts_of
+from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.chat.wires.openai_shared import INT32, Count, given_sampling, tool_choice_of
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -90,7 +91,7 @@ def signature_of(thoughts: str) -> str:
 def _reply_blocks(message: Json) -> Iterator[Json]:
     if thoughts := thoughts_of(message):
         yield {"type": "thinking", "thinking": thoughts, "signature": signature_of(thoughts)}
-    if text := text_of(message.get("content")):
+    if text := answer_of(message):
         yield {"type": "text", "text": text}
     for call in message.get("tool_calls") or ():
         yield {**_tool_use(call), "input": input_of(_function(call).get("arguments") or "")}
@@ -249,6 +250,7 @@ class _Block(msgspec.Struct):
     tool_use_id: str | None = None
     tool_name: str | None = None
     content: "str | list[_Block] | Json | None" = None
+    is_error: bool | None = None
 
 
 class _Message(msgspec.Struct):
@@ -268,6 +270,7 @@ class _Tool(msgspec.Struct):
 class _ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "none", "tool"]
     name: _Name | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class _Thinking(msgspec.Struct):
@@ -329,10 +332,13 @@ class Anthropic:
 
     def _request(self, body: MessagesBody, defaults: Sampling, sampling: Json) -> Request:
         tools = [(bool(tool.defer_loading), _tool(index, tool)) for index, tool in enumerate(body.tools or [])]
+        reader = _Reader([tool for is_deferred, tool in tools if is_deferred])
         return Request(
             model=body.model,
             sampling=msgspec.structs.replace(defaults, **sampling),
-            messages=_Reader([tool for is_deferred, tool in tools if is_deferred]).conversation(body),
+            messages=reader.conversation(body),
+            failed_calls=frozenset(reader.failed_calls),
+            calls_in_parallel=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
             tools=[tool for is_deferred, tool in tools if not is_deferred],
             tool_choice=_tool_choice(body),
             response_format=_response_format(body),
@@ -428,6 +434,7 @@ class _Reader:
         """`deferred` are tools that are not in the prompt until a result names them."""
         self._deferred = {tool["function"]["name"]: tool for tool in deferred}
         self._messages: list[Json] = []
+        self.failed_calls: set[str] = set()  # ids of calls whose result is an error
         self._issued: list[str] = []  # ids of the newest assistant message's calls, in their order
 
     def conversation(self, body: MessagesBody) -> list[Json]:
@@ -485,7 +492,11 @@ class _Reader:
         if isinstance(block.content, dict):
             raise invalid(f"{place}.content: text, or a list of blocks", f"{place}.content")
         found = [self._found(inner) for inner in _blocks(block.content or [])]
-        return _texts(f"{place}.content", found)
+        text = _texts(f"{place}.content", found)
+        if not block.is_error:
+            return text
+        self.failed_calls.add(block.tool_use_id)
+        return text if "error" in text[:_SHOWN].lower() else f"Error: {text}"
 
     def _found(self, block: _Block) -> _Block:
         """Returns a tool reference as text, and other blocks unchanged."""

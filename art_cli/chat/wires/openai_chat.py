@@ -51,6 +51,7 @@ class _Message(msgspec.Struct):
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    function_call: Json | None = None  # OpenAI's form before tools
 
 
 class _Function(msgspec.Struct):
@@ -105,6 +106,8 @@ class OpenAIChat(OpenAI):
         fields, chat = parse_body(body, ChatBody)
         if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+        if any(message.function_call for message in chat.messages):
+            raise invalid("messages: function_call is not supported; send tool_calls", "messages")
         if chat.top_logprobs and not chat.logprobs:
             raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
         sampling = sampling_of(chat, chat.max_completion_tokens or chat.max_tokens)
@@ -114,6 +117,7 @@ class OpenAIChat(OpenAI):
             messages=fields["messages"],
             tools=fields.get("tools") or [],
             tool_choice=_tool_choice(chat),
+            calls_in_parallel=fields.get("parallel_tool_calls") is not False,
             response_format=None if isinstance(chat.response_format, _PlainFormat) else fields.get("response_format"),
             template_kwargs=template_kwargs(chat.chat_template_kwargs or {}),
             is_stream=bool(chat.stream),

@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
-from art_cli.chat.replies import Choice, Chunk, PieceQueue, Reply, thoughts_of
+from art_cli.chat.replies import Choice, Chunk, PieceQueue, Reply, answer_of, thoughts_of
 from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.chat.wires.openai_shared import (
     HARMLESS,
@@ -190,7 +190,7 @@ def _usage(num_prompt: int, num_sampled: int) -> Json:
 def _output(request: Request, choice: Choice) -> list[Json]:
     """Returns an answer's items: thoughts, text, calls. An empty answer has an empty message."""
     message = choice.message or {"content": choice.text}
-    thought, text, calls = thoughts_of(message), message.get("content") or "", message.get("tool_calls") or []
+    thought, text, calls = thoughts_of(message), answer_of(message), message.get("tool_calls") or []
     status = _status(choice.finish_reason)
     logprobs = token_logprobs(request, choice) if request.wants_logprobs else []
     items: list[Json] = []
@@ -509,6 +509,7 @@ class OpenAIResponses(OpenAI):
             messages=conversation(asked.instructions, messages_of(asked.input)),
             tools=tools,
             tool_choice=_tool_choice(asked, tools),
+            calls_in_parallel=fields.get("parallel_tool_calls") is not False,
             response_format=_response_format(asked),
             template_kwargs=template_kwargs(asked.chat_template_kwargs or {}),
             is_stream=bool(asked.stream),
