@@ -5,7 +5,7 @@
     arguments as an object; one call without a list    JSON text; a list with one call
     streamed calls without index, or all with index 0  a call for each new id or second name
     content as parts; the older `function_call`        text; a tool call
-    logprobs with a null                               no logprobs: the reply is recorded as text
+    logprobs with a null, or that no token can have    no logprobs: the reply is recorded as text
 
 Ambiguous values are refused with the field's name. Supports chat and plain completions, and the token ids and logprobs
 of vLLM and art. Does not support audio and images.
@@ -22,11 +22,15 @@ from art_cli.chat.replies import Choice, Echo
 from art_cli.chat.requests import Json, Request, needs_echo
 
 _Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
+_TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]  # recorded as 32 bits
+_Logprob = Annotated[float, Meta(ge=-1e6, le=0.01)]  # rounding may leave a little above 0
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Seconds = Annotated[float, Meta(ge=0, le=2**53)]
 
 
 class _TopJson(msgspec.Struct):
     token: str
-    logprob: float
+    logprob: _Logprob
     bytes: _Bytes | None = None
 
 
@@ -39,9 +43,9 @@ class _LogprobsJson(msgspec.Struct):
 
     content: list[_TokenJson] | None = None
     tokens: list[str] | None = None
-    token_logprobs: list[float | None] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
-    text_offset: list[int] | None = None
+    token_logprobs: list[_Logprob | None] | None = None
+    top_logprobs: list[dict[str, _Logprob] | None] | None = None
+    text_offset: list[_Count] | None = None
 
 
 class ChoiceJson(msgspec.Struct):
@@ -54,26 +58,26 @@ class ChoiceJson(msgspec.Struct):
     logprobs: _LogprobsJson | None = None
     finish_reason: str | None = None
     stop_reason: Any = None  # vLLM's stop string or stop token id
-    token_ids: list[int] | None = None  # vLLM's and art's
-    prompt_token_ids: list[int] | None = None  # vLLM's, in plain completions
-    raw_logprobs: list[float] | None = None  # art's
-    sampled_logprobs: list[float] | None = None  # art's sampled logprobs; `logprobs` are then the raw logprobs
+    token_ids: list[_TokenId] | None = None  # vLLM's and art's
+    prompt_token_ids: list[_TokenId] | None = None  # vLLM's, in plain completions
+    raw_logprobs: list[_Logprob] | None = None  # art's
+    sampled_logprobs: list[_Logprob] | None = None  # art's sampled logprobs; `logprobs` are then the raw logprobs
 
 
 class _UsageJson(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count | None = 0
 
 
 class ReplyJson(msgspec.Struct):
     """A reply, or a piece of a streamed reply."""
 
     id: str | None = None
-    created: float | None = None
+    created: _Seconds | None = None
     choices: list[ChoiceJson] = []
     usage: _UsageJson | None = None
-    prompt_token_ids: list[int] | None = None  # vLLM's and art's
-    step: int | None = None  # art's
+    prompt_token_ids: list[_TokenId] | None = None  # vLLM's and art's
+    step: _Count | None = None  # art's
     error: Any = None
 
     @property
@@ -154,7 +158,7 @@ def _mended(reply: Any) -> Json:
         raise ValueError(f"choices: a {_kind(choices)} in place of a list")
     mended = {
         "id": str(fields["id"]) if isinstance(fields.get("id"), str | int) else None,
-        "created": _converted(fields.get("created"), float),
+        "created": _converted(fields.get("created"), _Seconds),
         "usage": _converted(fields.get("usage"), _UsageJson),
         "choices": [_mended_choice(choice, index) for index, choice in enumerate(choices)],
     }

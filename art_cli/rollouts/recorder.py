@@ -190,6 +190,7 @@ class Recorder:
     def _add_turn(self, request: Request, reply: Reply, choice: Choice) -> None:
         sampling: Sampling = reply.sampling or request.sampling
         prompt = array("I", reply.prompt_ids).tobytes()
+        whole = prompt + array("I", choice.token_ids).tobytes()
         parent, kept = self._find_parent(prompt)
         self.turns.append(
             Turn(
@@ -210,7 +211,7 @@ class Recorder:
                 state=request.state,
             )
         )
-        self._sequences.append(prompt + array("I", choice.token_ids).tobytes())
+        self._sequences.append(whole)
 
     def _find_parent(self, prompt: bytes) -> tuple[int | None, int]:
         """Returns the latest turn with the longest prefix in common with `prompt`, and its length, or (None, 0)."""

@@ -338,6 +338,27 @@ async def test_what_means_nothing_is_a_502_that_names_it(message: Json, named: s
     assert refused.value.status == 502
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("name", ["token_ids", "choice's prompt_token_ids", "prompt_token_ids"])
+@pytest.mark.parametrize("id", [-1, 2**32, 10**30])
+async def test_a_token_id_that_cannot_be_recorded_is_a_502(name: str, id: int, is_stream: bool) -> None:
+    message = {"content": "x"}
+    choice: Json = {"index": 0, "message": message, "delta": message, "finish_reason": "stop"}
+    body: Json = {"choices": [choice]}
+    (body if name == "prompt_token_ids" else choice)[name.removeprefix("choice's ")] = [5, id]
+    with pytest.raises(ChatError, match="token_ids") as refused:
+        await _ask(HttpBackend, _sse([body]) if is_stream else json.dumps(body).encode(), is_stream=is_stream)
+    assert refused.value.status == 502
+
+
+@pytest.mark.parametrize("logprob", [1.0, -1e30])
+async def test_a_logprob_that_no_token_has_leaves_the_text(logprob: float) -> None:
+    logprobs = {"content": [{"token": "x", "logprob": logprob}]}
+    body = {"created": 1e300, "choices": [{"message": {"content": "x"}, "token_ids": [5], "logprobs": logprobs}]}
+    reply = await _ask(HttpBackend, json.dumps(body).encode(), is_stream=False)
+    assert (reply.choices[0].text, reply.choices[0].logprobs, reply.created) == ("x", [], 0)
+
+
 async def test_a_huge_index_of_a_streamed_call_makes_no_list_of_that_length() -> None:
     call = {"index": 10**9, "id": "c", "function": {"name": "get_time", "arguments": "{}"}}
     chunks = [{"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}]

@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from art_cli.chat.chat_app import READ_HERE_BYTES
+from art_cli.chat.replies import Reply
+from art_cli.chat.requests import Request
 from art_cli.cli.gateway import _known_secrets
 from art_cli.config.compose import load_gateway
 from art_cli.config.schema import GatewayConfig, RedactConfig
@@ -315,6 +317,42 @@ async def test_a_day_of_clients_that_leave_an_endpoint_that_fails_and_two_kills(
     assert day.counts["kills"] == 2 and day.counts["clients gave up"] == 0
     assert counts["trajectories"] >= len(set(day.replies.values())) > 100
     assert len(day.replies) == day.counts["calls answered"]
+
+
+async def test_a_call_that_cannot_be_recorded_costs_itself_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The endpoint sends a token id of 37 bits; calls before and after it are written, also after a kill."""
+
+    class Odd(ScriptedBackend):
+        async def reply(self, request: Request) -> Reply:
+            reply = await super().reply(request)
+            if "odd" in str(request.messages):
+                reply.choices[0].token_ids[0] = 99_999_999_999
+            return reply
+
+    for is_killed in (True, False):
+        async with standing(tmp_path, Odd(), is_killed=is_killed) as gateway:
+            for question in ("one", "odd", "two"):
+                answer = await gateway.ask(f"{question} {is_killed}", key=f"{ANN}:task")
+                assert answer.status_code == (500 if question == "odd" else 200)
+    (trajectory,) = written(tmp_path)
+    said = [messages[1]["content"] for messages in [*trajectory.branches, trajectory.messages]]
+    assert sorted(said) == ["one False", "one True", "two False", "two True"]
+    assert "is left out: OverflowError" in caplog.text
+
+
+async def test_a_line_of_the_journal_that_is_no_entry_costs_itself_alone(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend(numbered()), is_killed=True) as gateway:
+        for question in ("one", "two"):
+            await gateway.say(question)
+    (path,) = tmp_path.glob("calls-*.jsonl")
+    path.write_text(path.read_text().replace('"created":1', '"created":"today"', 1))
+    async with standing(tmp_path, ScriptedBackend()):
+        pass
+    bad, good = sorted(written(tmp_path), key=lambda trajectory: trajectory.error is None)
+    assert (bad.messages, bad.error) == ([], "journal: no call of this conversation can be read")
+    assert (good.messages[1]["content"], good.error) == ("two", None)
 
 
 async def test_a_full_disk_refuses_calls_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ class Outline(NamedTuple):
     def read(self, conversation: str) -> list[JournalEntry]:
         """Returns a conversation's entries in numerical order, up to the first gap.
 
-        Raises DataError for invalid lines.
+        An invalid line is logged, and its entry is empty.
         """
         entries = []
         with self.path.open("rb") as file:
@@ -95,10 +95,15 @@ class Outline(NamedTuple):
                     log.warning("%s: entry %d of %s is missing", self.path, expected, conversation)
                     break
                 file.seek(line.offset)
+                data = file.read(line.length)
                 try:
-                    entries.append(json_lines.decode(file.read(line.length), _ENTRY))
+                    entries.append(json_lines.decode(data, _ENTRY))
                 except ValueError as error:
-                    raise DataError(str(error), self.path) from error
+                    log.warning("%s: entry %d of %s is left out: %s", self.path, number, conversation, error)
+                    head = json_lines.decode(data, _HEAD)
+                    empty = JournalEntry(conversation=conversation, number=number, at=line.at, scenario=head.scenario)
+                    empty.client, empty.name = head.client, head.name
+                    entries.append(empty)
         return entries
 
     def copy(self, conversations: Iterable[str]) -> Iterator[tuple[str, list[msgspec.Raw]]]:

@@ -18,6 +18,7 @@ from art_cli.chat.requests import Json, Request
 from art_cli.config.schema import RedactConfig
 from art_cli.rollouts.recorder import Recorded, Recorder
 from art_cli.runs.trajectory import Trajectory
+from art_cli.runtime.errors import describe
 from art_cli.runtime.secrets import Secrets
 from art_cli.serving.gateway.entries import CapturedCall, JournalEntry, call_of, reply_of, request_of
 from art_cli.serving.gateway.redaction import Redactor
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 # Writes a line and returns its length. Raises ChatError 503 on failure.
 Write = Callable[[JournalEntry], int]
 OBJECTS_PER_BYTE = 3  # approximate memory in bytes of Python objects per byte of JSON
+UNREADABLE = "journal: no call of this conversation can be read"  # Trajectory.error
 NOTHING = Redactor(RedactConfig(), Secrets([]))  # entries are already redacted
 
 
@@ -98,14 +100,20 @@ class JournaledRecorder(Recorder):
     def replay(
         self, entries: Iterable[JournalEntry], on_call: Callable[[Request, Recorded], None] | None = None
     ) -> None:
-        """Restores the recorder from a conversation's journal entries, in numerical order, without writing."""
-        for entry in entries:
-            if entry.abandons is not None:
-                if (recorded := self._entries[entry.abandons]) is not None:
+        """Restores the recorder from a conversation's journal entries, in numerical order, without writing.
+
+        Entries that cannot be recorded are logged and left out.
+        """
+        for number, entry in enumerate(entries):
+            try:
+                if entry.call is not None:
+                    self._replay_call(entry.call, on_call)
+                    continue
+                if entry.abandons is not None and (recorded := self._entries[entry.abandons]) is not None:
                     super().abandon(recorded)
-                self._entries.append(None)
-            elif entry.call is not None:
-                self._replay_call(entry.call, on_call)
+            except Exception as error:  # the boundary to what an endpoint sent, or another version wrote
+                log.warning("entry %d of conversation %s is left out: %s", number, self.about.id, describe(error))
+            self._entries[number:] = [None]
 
     def _replay_call(self, call: CapturedCall, on_call: Callable[[Request, Recorded], None] | None) -> None:
         request, reply = request_of(call, last=self._last()), reply_of(call, sequence=self._sequence())
@@ -131,7 +139,11 @@ class JournaledRecorder(Recorder):
 
     def _take(self, request: Request, reply: Reply, num_bytes: int) -> Recorded:
         num_conversations = len(self._conversations)
-        recorded = super().record(request, reply)
+        try:
+            recorded = super().record(request, reply)
+        except Exception:
+            self._entries.append(None)  # its line is written, so the next one has the next number
+            raise
         self._entries.append(recorded)
         self.num_text_only += not recorded.turns
         self.num_bytes += OBJECTS_PER_BYTE * num_bytes + sum(len(self._sequences[turn]) for turn in recorded.turns)
@@ -232,6 +244,7 @@ def trajectory_of(entries: Sequence[JournalEntry], place: PlaceInGroup) -> Traje
         index=place.position,
         step=max((turn.step for turn in recorder.turns), default=0),
         scenario={"id": first.scenario},
+        error=None if recorder.messages else UNREADABLE,
         messages=recorder.messages,
         branches=recorder.branches,
         tools=recorder.tools,
