@@ -23,9 +23,14 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 1024  # the largest recipe has 2 KiB
 MAX_DEPTH = 40  # OmegaConf uses about ten Python frames per level
+MAX_VALUES = 20_000  # keys and values with every alias written out; a few hundred bytes of aliases can mean billions
+MAX_DIGITS = 300  # of a number; larger numbers exceed the float range, and Python reads up to 4300 digits
 
-# Surprising numbers in YAML 1.1: 010 is octal, 1:30 and 12:30:45 are in base 60.
-_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]*[0-7][0-7_]*|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+# Surprising numbers in YAML 1.1: 010 is octal, 1:30 and 12:30:45 are in base 60, and 1_000, 0x1F and 0b11 are numbers.
+_OTHER_BASE = re.compile(
+    r"[-+]?(0[0-7_]*[0-7][0-7_]*|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?|[0-9]+_[0-9_]*(\.[0-9_]*)?|0x[0-9a-fA-F_]+|0b[01_]+)"
+)
+_EXPONENT = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")
 WORDS = ("yes", "no", "on", "off")  # YAML 1.1 reads these as true and false
 KINDS = {"null": "null", "bool": "true or false", "int": "a number", "float": "a number"}  # types of unquoted keys
 MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
@@ -57,7 +62,7 @@ def read_document(path: Path) -> DictConfig:
     except yaml.YAMLError as error:
         raise ConfigError([bad_yaml(error, path)]) from error
     except RecursionError as error:
-        raise _refused(path, "an anchor in it contains itself") from error
+        raise _refused(path, "an anchor in it contains itself, or its aliases nest too deeply") from error
     except (OmegaConfBaseException, ValueError, AssertionError) as error:  # OmegaConf asserts a mapping
         raise _refused(path, " ".join(str(error).split()) or "expected 'key: value' lines") from error
     assert isinstance(body, DictConfig), body
@@ -70,6 +75,8 @@ def bad_yaml(error: yaml.YAMLError, path: Path) -> Problem:
     file = Path(mark.name) if mark is not None and Path(mark.name).is_file() else path
     place = f"{show(file)}:{mark.line + 1}" if mark is not None else f"{show(file)}:1"
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if what == r"found character '\t' that cannot start any token":
+        what = "a line begins with a tab, or a value does; use spaces"
     begin = getattr(error, "context_mark", None)
     if mark is not None and begin is not None and begin.line < mark.line:
         what = f"{error.context} from line {begin.line + 1}: {what}"  # type: ignore[attr-defined]
@@ -108,17 +115,31 @@ def _a_directory(path: Path) -> str:
 
 
 def _check_shape(text: str, shown: str) -> None:
-    """Raises ConfigError for deep nesting or a document without a mapping, yaml.YAMLError for invalid YAML."""
-    depth = 0
+    """Raises ConfigError for deep nesting, too many values or a document without a mapping.
+
+    Aliases count as if written out. Raises yaml.YAMLError for invalid YAML.
+    """
+    num_values = 0
+    begun: list[tuple[str | None, int]] = []  # anchor and number of values before it, of each open list or mapping
+    sizes: dict[str | None, int] = {}  # anchor -> number of values
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         place = f"{shown}:{event.start_mark.line + 1 if event.start_mark else 1}"
-        if depth == 0 and isinstance(event, yaml.NodeEvent) and not isinstance(event, yaml.MappingStartEvent):
+        if not begun and isinstance(event, yaml.NodeEvent) and not isinstance(event, yaml.MappingStartEvent):
             kind = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a single value"
             if getattr(event, "value", None) != "":  # comments alone are an empty scalar
                 raise ConfigError([Problem("", place, f"expected 'key: value' lines, not {kind}")])
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
+        if isinstance(event, yaml.CollectionStartEvent):
+            begun.append((event.anchor, num_values))
+        if isinstance(event, yaml.NodeEvent):
+            num_values += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = begun.pop()
+            sizes[anchor] = num_values - before
+        if len(begun) > MAX_DEPTH:
             raise ConfigError([Problem("", place, f"nested deeper than {MAX_DEPTH} levels")])
+        if num_values > MAX_VALUES:
+            cure = "write fewer, or use fewer aliases (*NAME)"
+            raise ConfigError([Problem("", place, f"more than {MAX_VALUES} keys and values up to here; {cure}")])
 
 
 def _problems_below(node: yaml.Node | None, key: str, shown: str) -> Iterator[Problem]:
@@ -135,8 +156,11 @@ def _problems_below(node: yaml.Node | None, key: str, shown: str) -> Iterator[Pr
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _problems_below(value, join(key, str(index)), shown)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None and _OTHER_BASE.fullmatch(node.value):
-        read = yaml.safe_load(node.value)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and _is_long_number(node.value):
+        message = f"a number of {len(node.value)} digits; at most {MAX_DIGITS} are read"
+        yield Problem(key, f"{shown}:{node.start_mark.line + 1}", message)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and _is_surprising(node.value, key):
+        read = float(node.value) if _EXPONENT.fullmatch(node.value) else yaml.safe_load(node.value)
         message = f"YAML reads {_short(node.value)} as the number {read}; write {read}, or put text in quotes"
         yield Problem(key, f"{shown}:{node.start_mark.line + 1}", message)
     elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() in WORDS:
@@ -152,6 +176,16 @@ def _problems_below(node: yaml.Node | None, key: str, shown: str) -> Iterator[Pr
         except GrammarParseError:
             message = rf"cannot read the interpolation in {_short(node.value)!r}; write \${{ for a plain ${{"
             yield Problem(key, f"{shown}:{node.start_mark.line + 1}", message)
+
+
+def _is_long_number(text: str) -> bool:
+    return len(text) > MAX_DIGITS and not text.strip("+-.0123456789_:")
+
+
+def _is_surprising(text: str, key: str) -> bool:
+    """Returns True for a number that YAML does not read as written. In a name, 1e3 is one as well."""
+    is_name = key.rpartition(".")[2] == "name"
+    return bool(_OTHER_BASE.fullmatch(text) or (is_name and _EXPONENT.fullmatch(text)))
 
 
 def _short(text: str) -> str:

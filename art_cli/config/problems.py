@@ -30,19 +30,21 @@ CLOSE = 0.6  # difflib's default cutoff for a close match
 USUAL = {"lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "temp": "temperature"}
 ABBREVIATED = 0.75  # likeness of an abbreviation, below the likeness of a one-letter typo
 MAX_NAME = 100  # longer names are not compared with keys, because that takes seconds
+MAX_PROBLEMS = 50  # further problems are only counted, because suggesting names takes 20 ms each
 SAME_SECTION, BELOW = 0.15, 0.05  # bonus for a nearby key; an exact match elsewhere still wins
 
 
 def explain(error: ValidationError, data: dict[str, Any], schema: Schema, places: Places) -> list[Problem]:
-    """Returns one Problem per invalid key."""
+    """Returns one Problem per invalid key, and after MAX_PROBLEMS keys one Problem with the number of the others."""
     by_key: dict[str, list[ErrorDetails]] = defaultdict(list)
     for detail in error.errors(include_url=False):
         by_key[_dotted(detail, data)].append(detail)
-    return [
-        Problem(key, places.of(key), _message(key, details, data, schema))
-        for key, details in by_key.items()
-        if not any(other.startswith(f"{key}.") for other in by_key)  # errors at nested keys are more exact
-    ]
+    above = {key[:end] for key in by_key for end, letter in enumerate(key) if letter == "."}
+    exact = [key for key in by_key if key not in above]  # errors at nested keys are more exact
+    problems = [Problem(key, places.of(key), _message(key, by_key[key], data, schema)) for key in exact[:MAX_PROBLEMS]]
+    if others := exact[MAX_PROBLEMS:]:
+        problems.append(Problem("", places.of(others[0]), f"{len(others)} other invalid keys from here on"))
+    return problems
 
 
 def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:

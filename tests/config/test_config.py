@@ -323,7 +323,7 @@ def test_a_secret_under_a_wrong_key_is_not_repeated() -> None:
             "a: 1\na: 2\n",
             "config.yaml:2: not valid YAML: while constructing a mapping from line 1: found duplicate key a",
         ),
-        ("a: 1\n\tb: 2\n", "config.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        ("a: 1\n\tb: 2\n", "config.yaml:2: not valid YAML: a line begins with a tab, or a value does; use spaces"),
         ("- a\n- b\n", "config.yaml:1: expected 'key: value' lines, not a list"),
         (
             "defaults: oops\n",

@@ -72,6 +72,15 @@ DOCUMENTS: dict[str, bytes | str] = {
     "a number": "5\n",
     "an object": "!!python/object/apply:os.system ['touch ran']\n",
     "an anchor in itself": "a: &a [*a]\n" + GOOD,
+    "aliases of aliases": "x0: &x0 [a]\n"
+    + "".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 9))
+    + GOOD,
+    "merged aliases": "x0: &x0 {a: 1}\n"
+    + "".join(f"x{n}: &x{n} {{<<: [{', '.join([f'*x{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
+    + GOOD,
+    "many unknown keys": "".join(f"k{n}: 1\n" for n in range(3000)) + GOOD,
+    "thousands of digits": GOOD + "seed: " + "9" * 5000 + "\n",
+    "a tab": GOOD + "sft:\n\tdemos: x\n",
     "nested lists": "a: " + "[" * 1000 + "]" * 1000 + "\n",
     "an unclosed interpolation": GOOD + "runs: ${\n",
     "an unset variable": GOOD + "runs: ${oc.env:ART_NOPE}\n",
@@ -110,6 +119,32 @@ def test_an_inherited_file_is_held_to_the_same(art: Art, project: Path, name: st
     (project / "base_config.yaml").write_bytes(document.encode() if isinstance(document, str) else document)
     (project / "config.yaml").write_text("defaults: [base_config]\n" + GOOD)
     assert "base_config.yaml" in refused(art, "train", "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("aliases of aliases", "config.yaml:6: more than 20000 keys and values up to here"),
+        ("merged aliases", "config.yaml:5: more than 20000 keys and values up to here"),
+        ("many unknown keys", "2950 other invalid keys from here on"),
+        ("thousands of digits", "config.yaml:5: seed: a number of 5000 digits; at most 300 are read"),
+        ("a tab", "config.yaml:6: not valid YAML: a line begins with a tab, or a value does; use spaces"),
+    ],
+)
+def test_an_oversized_or_tabbed_file_is_refused_with_its_line(
+    art: Art, project: Path, name: str, expected: str
+) -> None:
+    (project / "config.yaml").write_text(str(DOCUMENTS[name]))
+    assert expected in refused(art, "check", "config.yaml")
+
+
+@pytest.mark.parametrize(("text", "read"), [("1e3", "1000.0"), ("0x1F", "31"), ("1_000", "1000"), ("0b11", "3")])
+def test_a_number_that_is_not_read_as_written_is_refused_as_a_name(
+    art: Art, project: Path, text: str, read: str
+) -> None:
+    (project / "config.yaml").write_text(f"name: {text}\n" + GOOD)
+    expected = f"config.yaml:1: name: YAML reads {text} as the number {read}; write {read}, or put text in quotes"
+    assert expected in refused(art, "check", "config.yaml")
 
 
 def test_files_that_inherit_from_each_other_are_refused(art: Art, project: Path) -> None:
