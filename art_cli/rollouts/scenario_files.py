@@ -20,7 +20,7 @@ from art_cli.config.schema import RunConfig
 from art_cli.config.sections.rollout_config import ScenariosConfig
 from art_cli.rollouts import environments
 from art_cli.rollouts.tables import Columns, TableRow, is_table, table_scenarios
-from art_cli.rollouts.tables.columns import brief, check_id
+from art_cli.rollouts.tables.columns import brief, check_depth, check_id
 from art_cli.runs import json_lines
 from art_cli.runtime.errors import DataError, describe
 from art_cli.runtime.lots import is_drawn
@@ -77,7 +77,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Json]]:
     decoder = msgspec.json.Decoder()
     for number, _, line in json_lines.lines(path):
         try:
-            item = json_lines.decode(line, decoder)
+            item = json_lines.decode(line, decoder, mends_numbers=False)
         except ValueError as error:
             raise DataError(f"not a JSON object on one line: {error}", path, number) from None
         yield number, _an_object(item, path, number)
@@ -121,6 +121,7 @@ def _check(value: Any, source: object, line: int | None = None) -> Json:
     if "id" not in scenario:
         raise DataError('the scenario has no "id", and others have one; give it one, or remove theirs', source, line)
     check_id(scenario["id"], source, line)
+    check_depth(scenario, source, line)
     return scenario
 
 

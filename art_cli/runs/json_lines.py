@@ -103,12 +103,15 @@ def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
             offset += len(data)
 
 
-def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]") -> Record:
-    """Decodes one line, repairing it if necessary. Raises ValueError with a one-line reason."""
+def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]", *, mends_numbers: bool = True) -> Record:
+    """Decodes one line, repairing it if necessary. Raises ValueError with a one-line reason.
+
+    With `mends_numbers` set to False, NaN, Infinity and numbers beyond the float range are errors.
+    """
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        mended = _mend(line)
+        mended = _mend(line, mends_numbers)
     try:
         return decoder.decode(mended)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -136,11 +139,20 @@ def foreign_encoding(start: bytes) -> str | None:
     return None if encoding.startswith("UTF-8") else encoding.removesuffix("-LE").removesuffix("-BE")
 
 
-def _mend(line: bytes) -> bytes:
+def _mend(line: bytes, mends_numbers: bool) -> bytes:
     """Returns the line as strict JSON. Raises ValueError if no JSON writer can have written it."""
+
+    def number(text: str, value: float | None) -> float | None:
+        if value is None and not mends_numbers:
+            raise ValueError(f"{text[:20]} is not a number in JSON")
+        return value
+
     try:
         record = json.loads(
-            line.removeprefix(_MARK).decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_whole
+            line.removeprefix(_MARK).decode(),
+            parse_constant=lambda name: number(name, None),
+            parse_float=lambda digits: number(digits, _finite(digits)),
+            parse_int=lambda digits: number(digits, _whole(digits)),
         )
         if isinstance(record, dict) and isinstance(metrics := record.get("metrics"), dict):
             record["metrics"] = {name: value for name, value in metrics.items() if value is not None}

@@ -30,6 +30,11 @@ def test_a_file_gives_its_objects_in_order(tmp_path: Path) -> None:
         ('{"id": true}\n', r"s\.jsonl:1: .*not True"),
         ('{"id": "a"}\n{"id": "b"}\n{"id": "a"}\n', r"s\.jsonl:3: the id 'a' is there already, in line 1"),
         ('{"id": "1"}\n{"id": 1}\n', r"s\.jsonl:2: the id 1 is there already, in line 1"),
+        ('{"id": "a"}\n{"id": "b", "answer": NaN}\n', r"s\.jsonl:2: .*NaN is not a number in JSON"),
+        ('{"id": "a", "metrics": {"x": -Infinity}}\n', r"s\.jsonl:1: .*-Infinity is not a number in JSON"),
+        ('{"answer": 1e999}\n', r"s\.jsonl:1: .*1e999 is not a number in JSON"),
+        ('{"id": "a", "x": ' + "[" * 900 + "]" * 900 + "}\n", r"s\.jsonl:1: nested deeper than 64 levels"),
+        ('{"x": ' + "[" * 900 + "]" * 900 + "}\n", r"s\.jsonl:1: nested deeper than 64 levels"),
         ("\n\n", r"s\.jsonl: no scenarios"),
     ],
 )
