@@ -76,15 +76,17 @@ def records(path: Path) -> Iterator[SourceRecord]:
 
 
 def _of_text(path: Path) -> Iterator[SourceRecord]:
-    """Reads JSON lines; if the first line is incomplete JSON, reads the file as a single JSON document."""
+    """Reads a single JSON document if the first line is incomplete JSON and the file parses, else JSON lines."""
     is_first = True
     for number, line in _lines(path):
         origin = f"{path}:{number}"
         if line is None:
             yield SourceRecord(origin, None, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         elif is_first and _opens(line) and (whole := _whole(path)) is not None:
-            yield from _parsed(whole, str(path))
+            yield from _found(whole, str(path))
             return
+        elif line.rstrip().endswith(b"},"):  # copied from a list
+            yield from _parsed(line.rstrip()[:-1], origin)
         elif json_lines.is_torn(line):
             yield SourceRecord(origin, None, "the last line is half-written")
         else:
@@ -112,9 +114,13 @@ def _opens(line: bytes) -> bool:
     return text in (b"[", b"{") or (text[:1] in b"[{" and text[-1:] in b"[{,")
 
 
-def _whole(path: Path) -> bytes | None:
-    """Returns the whole file, unless it is too large."""
-    return path.read_bytes() if path.stat().st_size <= MAX_LINE_BYTES else None
+def _whole(path: Path) -> Any:
+    """Returns the whole file as one JSON value, or None if it is too large or no single value."""
+    if path.stat().st_size > MAX_LINE_BYTES:
+        return None
+    with contextlib.suppress(ValueError, MemoryError):
+        return json_lines.decode(path.read_bytes(), _ANY)
+    return None
 
 
 def _parsed(text: bytes, origin: str) -> Iterator[SourceRecord]:
@@ -400,12 +406,15 @@ def _count(done: Imported, trajectory: ScoredTrajectory) -> None:
 def _write_groups(spool: Path, beside: Path, done: Imported) -> None:
     """Copies the trajectories and sets index and group size, which are only known after reading everything."""
     indexes: defaultdict[str, int] = defaultdict(int)
+    ranks = {  # group -> original index -> rank; empty if original indexes repeat
+        group: {index: rank for rank, index in enumerate(sorted(places))} if len(set(places)) == len(places) else {}
+        for group, places in done.places.items()
+    }
     with open(spool, "rb") as file, open(beside, "wb", opener=owner_only) as out:
         for line in file:
             trajectory = _SCORED.decode(line)
-            places = done.places[trajectory.group_id]
-            is_placed = len(set(places)) == len(places)  # exported by art; keep the order
-            trajectory.index = sorted(places).index(trajectory.index) if is_placed else indexes[trajectory.group_id]
+            # the order of a file exported by art is kept
+            trajectory.index = ranks[trajectory.group_id].get(trajectory.index, indexes[trajectory.group_id])
             trajectory.group_size = done.groups[trajectory.group_id]
             trajectory.id = trajectory.id or f"{trajectory.group_id}/{trajectory.index}"
             indexes[trajectory.group_id] += 1

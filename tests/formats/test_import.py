@@ -13,6 +13,7 @@ The files in fixtures/ were written by the real packages with native types:
 import json
 import os
 import shutil
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,25 @@ def test_calls_of_the_messages_protocol(tmp_path: Path) -> None:
     ]
     assert [tool["function"]["name"] for tool in found.tools] == ["add"] and not found.branches
     assert done.unread.counts.total() == 2
+
+
+def test_a_damaged_first_line_costs_only_itself(tmp_path: Path) -> None:
+    done, found = imported(tmp_path, write(tmp_path / "torn.jsonl", b'{"messages": [\n', GOOD, GOOD))
+    assert len(found) == 2 and list(done.unread.first.values()) == [f"{tmp_path / 'torn.jsonl'}:1"]
+
+
+def test_lines_that_end_in_a_comma_are_read(tmp_path: Path) -> None:
+    line = json.dumps(GOOD).encode() + b",\n"
+    done, found = imported(tmp_path, write(tmp_path / "comma.jsonl", line, line, b"{bad},\n", line[:-1]))
+    assert len(found) == 3 and list(done.unread.first.values()) == [f"{tmp_path / 'comma.jsonl'}:3"]
+
+
+@pytest.mark.slow
+def test_twenty_thousand_attempts_at_one_question_are_read_in_seconds(tmp_path: Path) -> None:
+    begin = time.process_time()
+    done, found = imported(tmp_path, write(tmp_path / "one.jsonl", *[{**GOOD, "id": str(n)} for n in range(20_000)]))
+    assert [each.index for each in found] == list(range(20_000)) and done.groups.total() == 20_000
+    assert time.process_time() - begin < 7
 
 
 # --- and on -----------------------------------------------------------------------------------------------------------
