@@ -83,6 +83,7 @@ def _send(saved: "Saved", url: str) -> dict[str, Any]:
     import os
 
     from art_cli.formats.traces.otlp import OtlpSender, headers_from, traces_url
+    from art_cli.formats.traces.saved import skipped
     from art_cli.formats.traces.spans import spans_of
 
     num = 0
@@ -91,8 +92,11 @@ def _send(saved: "Saved", url: str) -> dict[str, Any]:
         nonlocal num
         for part in saved.parts:
             for attempt in part.attempts():
-                num += 1
-                yield from spans_of(attempt, saved.source, split=part.split)
+                found: list[Span] = []
+                with skipped(attempt, part):
+                    found = list(spans_of(attempt, saved.source, split=part.split))
+                    num += 1
+                yield from found
 
     address = traces_url(url)
     sent = OtlpSender(address, headers_from(os.environ)).send(spans())

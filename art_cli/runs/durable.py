@@ -282,7 +282,10 @@ def read_object(path: Path, *, within: Path | None = None) -> dict[str, Any]:
     `within` is the run directory. Links that lead out of it are refused.
     """
     try:
-        value = json.loads(read_file(path, max_bytes=MAX_OBJECT_BYTES, within=within))
+        data = read_file(path, max_bytes=MAX_OBJECT_BYTES, within=within)
+        value = json.loads(data)
+        if b"\\u" in data or b"\xed" in data:  # lone surrogates, which have no UTF-8, become U+FFFD
+            value = json.loads(json_lines.HALF_PAIRS.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     except FileNotFoundError:
         raise DataError("not a file" if os.path.lexists(path) else "no such file", path) from None
     except RecursionError:

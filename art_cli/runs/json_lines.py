@@ -29,7 +29,7 @@ Record = TypeVar("Record")
 
 MAX_LINE_BYTES = 256 * 2**20  # longest accepted line; a trajectory with a million tokens takes about 30 MiB
 _MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
-_HALF_PAIRS = re.compile("[\ud800-\udfff]")
+HALF_PAIRS = re.compile("[\ud800-\udfff]")  # lone surrogates
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -159,7 +159,7 @@ def _mend(line: bytes, mends_numbers: bool) -> bytes:
         text = json.dumps(record, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(_in_words(error)) from error
-    return _HALF_PAIRS.sub("\ufffd", text).encode()
+    return HALF_PAIRS.sub("\ufffd", text).encode()
 
 
 def _finite(digits: str) -> float | None:

@@ -42,6 +42,7 @@ from art_cli.runs.durable import (
     write_lines,
 )
 from art_cli.runs.manifest import STEP_NAME, Manifest, verify_checkpoint
+from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.promise import Promise
 from art_cli.runs.trajectory import SCHEMA_VERSION, GroupRewards, LearnedTrajectory, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, UncertainCheckpoint, one_line
@@ -201,8 +202,12 @@ class RunDir:
         write_file(self.evaluation_path(step), msgspec.json.encode(evaluation) + b"\n")
 
     def evaluation(self, step: int) -> Evaluation | None:
-        """Returns the evaluation of a step. Raises DataError if the file cannot be read."""
-        return self._object(self.evaluation_path(step), Evaluation)
+        """Returns the evaluation of a step. Raises DataError if the file cannot be read or has a huge number."""
+        found = self._object(self.evaluation_path(step), Evaluation)
+        for means in found.values.values() if found is not None else ():
+            if huge := [value for value in means.values() if abs(value) > MAX_NUMBER]:
+                raise DataError(f"the value {huge[0]:g} is beyond {MAX_NUMBER:g}", self.evaluation_path(step))
+        return found
 
     def write_promise(self, promise: Promise) -> None:
         write_file(self.promise_path, msgspec.json.format(msgspec.json.encode(promise)) + b"\n")

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from art_cli.runs.durable import read_lines
+from art_cli.runs.durable import read_lines, write_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory
 from tests.cli.test_cli import Art, art
 from tests.support.records.attempts import attempt, write_attempts
+from tests.support.servers.receiver import receiving
 
 __all__ = ["art"]
 
@@ -55,6 +56,33 @@ def test_a_step_that_is_being_played_is_told_from_a_whole_one(art: Art, tmp_path
     assert {path.name: path.read_bytes() for path in Path("logs").iterdir()} == before
 
 
+WRONG_MESSAGES = [
+    {"role": "user", "content": [5, None]},
+    {"role": "user", "content": 5},
+    {"role": "assistant", "content": None, "tool_calls": {"a": 1}},
+    {"role": "assistant", "content": [{"type": "text", "text": 5}]},
+    {"content": "no role"},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_MESSAGES)
+@pytest.mark.parametrize("is_otlp", [False, True])
+def test_an_attempt_with_wrong_messages_is_skipped_and_named(
+    art: Art, tmp_path: Path, wrong: dict[str, object], is_otlp: bool
+) -> None:
+    run = RunDir(tmp_path / "run")
+    (run.root / "step_0000").mkdir(parents=True)
+    attempts = [attempt(index=0), attempt(index=1, id="wrong-one", messages=[wrong, wrong]), attempt(index=2)]
+    write_lines(run.trajectories_path(0), attempts)
+    with receiving() as receiver:
+        where = ["--otlp", receiver.url] if is_otlp else ["--inspect"]
+        done = art("log", str(run.root), *where, "--json")
+    assert done.code == 0, done.err
+    told = json.loads(done.out)
+    num = told["traces"] if is_otlp else told["attempts"]
+    assert num == 3 or (num == 2 and "attempt wrong-one is skipped" in done.err), done.err
+
+
 @pytest.mark.slow
 def test_hostile_ids_and_texts_make_files_that_can_be_read(art: Art, tmp_path: Path) -> None:
     ids = ["../../x", "a/b", "a\\b", "a\x00b", "\u202e", "n" * 5_000, "</script>", "", 7]
@@ -69,8 +97,6 @@ def test_hostile_ids_and_texts_make_files_that_can_be_read(art: Art, tmp_path: P
     (run.root / "step_0000").mkdir(parents=True)
     attempts = [attempt(f"g{n}", scenario={"id": id_}, messages=messages) for n, id_ in enumerate(ids)]
     attempts.append(attempt("silent", messages=[], turns=[], scenario={}, started_at=1e300, duration_s=-1.0))
-    from art_cli.runs.durable import write_lines
-
     write_lines(run.trajectories_path(0), attempts)
     done = art("log", str(run.root), "--inspect", "-o", "logs", "--json")
     assert done.code == 0, done.err

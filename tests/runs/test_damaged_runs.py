@@ -30,9 +30,10 @@ from art_cli.reports.pages.report_text import report_text
 from art_cli.reports.run_report import read_report
 from art_cli.runs import json_lines
 from art_cli.runs import run_checkpoints as checkpoints
+from art_cli.runs.durable import read_object
 from art_cli.runs.manifest import hash_files, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import ArtError, CheckpointError, RunError
+from art_cli.runtime.errors import ArtError, CheckpointError, DataError, RunError
 from art_cli.serving.merged_export import saved_prompts
 from art_cli.serving.served_model import base_config, find_source
 from art_cli.serving.served_policies import engine_config
@@ -458,6 +459,21 @@ def test_a_finished_evaluation_that_lost_attempts_is_named(run: RunDir, art: Art
         path.write_bytes(kept)
         code, _, said = art("report", run.root)
         assert code == 0 and f"eval.jsonl has {len(lines) - 1} of {len(lines)} attempts; the numbers" in said
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, float("inf")])
+def test_an_evaluation_with_a_huge_number_is_refused(run: RunDir, value: float) -> None:
+    values = {"reward": {"a": value, "b": -value, "c": 1.0}}
+    run.evaluation_path(0).parent.mkdir(parents=True, exist_ok=True)
+    run.evaluation_path(0).write_text(json.dumps({"seconds": 1.0, "values": values}))
+    with pytest.raises(DataError, match=r"evaluation\.json: the value -?\w.* is beyond 1e\+30"):
+        run.evaluation(0)
+
+
+@pytest.mark.parametrize("text", [b'{"name": "\\ud800x"}', b'{"name": "\xed\xa0\x80x"}'])
+def test_lone_surrogates_in_an_object_become_replacement_characters(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    assert read_object(tmp_path / "config.json")["name"] == "\ufffdx"
 
 
 @pytest.mark.slow

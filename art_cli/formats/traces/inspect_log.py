@@ -23,7 +23,7 @@ import msgspec
 
 from art_cli.chat.replies import thoughts_of
 from art_cli.chat.requests import text_of
-from art_cli.formats.traces.saved import Saved, SavedPart
+from art_cli.formats.traces.saved import Saved, SavedPart, skipped
 from art_cli.formats.traces.spans import (
     ModelCall,
     ToolUse,
@@ -84,9 +84,11 @@ def _write(file: IO[bytes], saved: Saved, part: SavedPart, attempts: Iterable[Tr
     totals = LogTotals()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
         for attempt in attempts:
-            sample = _Sample(attempt, saved, totals).record()
-            _add(archive, f"samples/{sample['id']}_epoch_{sample['epoch']}.json", sample)
-            totals.samples.append(_summary(sample))
+            with skipped(attempt, part):
+                sample = _Sample(attempt, saved, totals).record()
+                summary = _summary(sample)
+                _add(archive, f"samples/{sample['id']}_epoch_{sample['epoch']}.json", sample)
+                totals.samples.append(summary)
         spec = _spec(saved, part, totals)
         plan = {"name": "plan", "steps": [{"solver": "rollout", "params": {}, "params_passed": {}}], "config": {}}
         _add(archive, "_journal/start.json", {"version": VERSION, "eval": spec, "plan": plan})

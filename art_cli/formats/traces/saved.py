@@ -5,7 +5,9 @@ scores.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,9 @@ from art_cli.formats.traces.spans import TracedRun
 from art_cli.runs.durable import read_lines, read_object
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
-from art_cli.runtime.errors import DataError, UsageError
+from art_cli.runtime.errors import DataError, UsageError, describe, printable
+
+log = logging.getLogger(__name__)
 
 STEPS = "step_*"
 
@@ -34,6 +38,15 @@ class SavedPart(NamedTuple):
                 if record.id not in seen:
                     seen.add(record.id)
                     yield record if _is_scored(record) else _unscored(record)
+
+
+@contextmanager
+def skipped(attempt: Trajectory, part: SavedPart) -> Iterator[None]:
+    """Logs that an attempt is skipped if the block raises an error for its messages, which have no schema."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        log.warning("%s: attempt %s is skipped: %s", part.paths[0], printable(attempt.id, limit=80), describe(error))
 
 
 class Saved(NamedTuple):
