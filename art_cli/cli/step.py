@@ -1,5 +1,6 @@
 """`art step`: one policy update from scored trajectories."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,8 @@ from art_cli.runtime.errors import DataError, UsageError, printable
 
 if TYPE_CHECKING:
     from art_cli.runs.trajectory import ScoredTrajectory
+
+log = logging.getLogger(__name__)
 
 
 def run(
@@ -23,8 +26,8 @@ def run(
     """Take one policy update from a file.
 
     Writes the same checkpoint as `art train` after these trajectories. If --checkpoint is a run, starts from the
-    checkpoint that sampled the attempts. Exit code 1, without a checkpoint, if no attempt has tokens, all failed, or no
-    group has signal.
+    checkpoint that sampled the attempts. Incomplete groups are named and left out. Exit code 1, without a checkpoint,
+    if no attempt has tokens, all failed, or no group has signal.
 
     \b
     art step config.yaml scored.jsonl -o step_0001
@@ -43,12 +46,35 @@ def run(
 
 
 def _read(path: Path) -> "list[ScoredTrajectory]":
+    """Returns the trajectories of the complete groups, and warns of the others."""
+    from art_cli.loop.owed_groups import group
     from art_cli.runs.durable import read_lines
-    from art_cli.runs.trajectory import ScoredTrajectory
+    from art_cli.runs.json_lines import lines
+    from art_cli.runs.trajectory import ScoredTrajectory, by_group
 
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
-    scored = list(read_lines(path, ScoredTrajectory))
+        raise UsageError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    scored, first = [], dict[str, tuple[str, int]]()  # each claim of a line -> its value and the first line with it
+    for line, each in zip(lines(path), read_lines(path, ScoredTrajectory), strict=False):  # a torn last line is skipped
+        group_id, index, size = each.group_id, each.index, each.group_size
+        if not 0 <= index < size:
+            raise DataError(f"index {index} is not in a group of {size}; indexes begin at 0", path, line.number)
+        claims = {
+            f"the group_size of {group_id!r}": f"{size}",
+            f"index {index} of group {group_id!r}": f"id {each.id!r}",
+            f"id {each.id!r}": f"index {index} of group {group_id!r}",
+        }
+        for claim, value in claims.items():
+            before, number = first.setdefault(claim, (value, line.number))
+            if before != value:
+                message = printable(f"{claim} is {value}, but {before} in line {number}", limit=400)
+                raise DataError(f"{message}; give every attempt its own id and index", path, line.number)
+        scored.append(each)
     if not scored:
         raise DataError("no scored trajectories: nothing to learn from", path)
+    whole = group(scored)
+    for name, members in by_group(scored).items():
+        if name not in whole:
+            num, size = len(members), members[0].group_size
+            log.warning("%s: group %s is left out, because it has %d of %d attempts", path, printable(name), num, size)
     return scored

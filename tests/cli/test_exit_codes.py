@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from art_cli import ruler_score_group
+from art_cli.cli import step
 from art_cli.reports.run_report import read_report
 from art_cli.runs.durable import write_lines
 from art_cli.runs.history import Failures, find_fault
@@ -219,6 +220,37 @@ def test_step_is_red_and_writes_nothing_where_nothing_can_be_learned(
     code, _, err = art("step", "config.yaml", write_scored(project / "s.jsonl", rewards, **changed), "-o", "next")
     expect(code, err, sentence, "art step")
     assert not Path("next").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "changed", "sentence"),
+    [
+        (1, {"index": 0}, "index 0 of group 'g' is id 'g-1', but id 'g-0' in line 1"),
+        (1, {"index": 2}, "index 2 is not in a group of 2"),
+        (1, {"index": -1}, "index -1 is not in a group of 2"),
+        (1, {"group_size": 3}, "the group_size of 'g' is 3, but 2 in line 1"),
+        (2, {"id": "g-0"}, "id 'g-0' is index 0 of group 'h', but index 0 of group 'g' in line 1"),
+    ],
+)
+def test_step_refuses_lines_that_claim_another_attempts_place(
+    art: Art, project: Path, line: int, changed: dict[str, Any], sentence: str
+) -> None:
+    """Such a line would drop its whole group, or mix up two attempts."""
+    rows = [msgspec.to_builtins(scored(name, index, float(index), group_size=2)) for name in "gh" for index in range(2)]
+    rows[line] |= changed
+    Path("s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = art("step", "config.yaml", "s.jsonl", "-o", "next")
+    assert (code, Path("next").exists()) == (1, False)
+    assert err.splitlines()[-1].startswith(f"error: s.jsonl:{line + 1}: {sentence}")
+
+
+def test_step_names_incomplete_groups_and_takes_the_last_of_repeated_lines(project: Path, caplog: Any) -> None:
+    rows = [msgspec.to_builtins(scored("g", index, 0.0, group_size=2)) for index in (0, 1, 1)]
+    rows += [msgspec.to_builtins(scored("h", 0, 1.0, group_size=2))]
+    rows[2]["reward"] = 1.0
+    Path("s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [each.reward for each in step._read(Path("s.jsonl"))] == [0.0, 0.0, 1.0, 1.0]
+    assert "group h is left out, because it has 1 of 2 attempts" in caplog.text
 
 
 @pytest.mark.slow
