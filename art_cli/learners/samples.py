@@ -30,13 +30,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import MAX_TOKEN_ID, Trajectory, Turn
 from art_cli.runtime.errors import LearnerError, one_line
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+
+MAX_LOGPROB = 1e-6  # rounding can raise a logprob slightly above 0
 
 Weights = float | Sequence[Sequence[float] | Floats]
 
@@ -194,8 +195,8 @@ def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
     """Returns the trajectory's samples. Every weighted token is trained once, in the earliest leaf that contains it.
 
     `weights` [6, M] come from `token_weights`. Returns [] for a trajectory without turns or weights. A sequence's
-    initial token is never trained, because nothing predicts it. Raises LearnerError if a sampled token has no logprob
-    or a non-finite one.
+    initial token is never trained, because nothing predicts it. Raises LearnerError if a sampled token has no logprob,
+    a non-finite one, or one above 0.
     """
     turns = trajectory.turns
     if not turns:
@@ -264,15 +265,18 @@ def _check(turn: Turn, there: int, where: str) -> None:
         raise LearnerError(f"{where}: it keeps {turn.kept} tokens of the {there} before it")
     if not all(0 <= id <= MAX_TOKEN_ID for id in (*turn.prompt_ids, *turn.sampled_ids)):
         raise LearnerError(f"{where}: a token id below 0 or above {MAX_TOKEN_ID}; no model has it")
-    if not 0 <= turn.temperature <= MAX_NUMBER:
-        raise LearnerError(f"{where}: invalid temperature {turn.temperature}")
     for name, values in (("logprobs", turn.logprobs), ("raw_logprobs", turn.raw_logprobs)):
         if values is None:
             continue
         if len(values) != len(turn.sampled_ids):
             raise LearnerError(f"{where}: {len(turn.sampled_ids)} sampled tokens but {len(values)} {name}")
-        if not np.isfinite(np.asarray(values, dtype=np.float64)).all():
+        numbers = np.asarray(values, dtype=np.float64)
+        if not np.isfinite(numbers).all():
             raise LearnerError(f"{where}: {name} that are not finite, from the sampling engine")
+        if (numbers > MAX_LOGPROB).any():
+            raise LearnerError(
+                f"{where}: {name} of up to {numbers.max():g}, and a logprob is at most 0; leave the trajectory out"
+            )
 
 
 class _Tokens:

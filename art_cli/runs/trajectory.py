@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runtime.state_key import MAX_LENGTH
 
 SCHEMA_VERSION = 1
@@ -25,6 +26,7 @@ EQUAL_REWARDS = 1e-8  # smaller reward differences are rounding errors, not sign
 
 Json = dict[str, Any]
 MAX_GROUP_SIZE = 1_000_000  # maximum attempts per group; larger numbers in a file are mistakes
+MIN_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range of float32
 MAX_TOKEN_ID = 2**31 - 1  # largest possible token id of any model
 # Values for a turn's sampled tokens: a single number for all tokens, or a list (None: the token has no value).
 # None means no token has a value.
@@ -66,6 +68,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""  # digest of the proven weights that sampled the turn (runs/manifest.py); "" if unproven
     # key of the environment state that the reply acts on; None: the prompt is the state
     state: Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a temperature that cannot divide logits; 0 is greedy."""
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_NUMBER:
+            bounds = f"{MIN_TEMPERATURE:g} to {MAX_NUMBER:g}"
+            raise ValueError(f"temperature {self.temperature:g} is neither 0 (greedy) nor in {bounds}")
 
     @property
     def is_truncated_sampling(self) -> bool:

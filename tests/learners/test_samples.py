@@ -82,16 +82,16 @@ def test_logprobs_under_a_grammars_mask_are_unknown_to_the_learner() -> None:
 
 @given(st.integers(1, 6).flatmap(turn_trees))
 def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]) -> None:
-    """Told apart by their logprobs, which are the token's own number here; each sample is a turn's sequence."""
+    """Told apart by their logprobs, which are minus the token's own number here; each sample is a turn's sequence."""
     number = 0
     numbered = []
     for each in turns:
-        values = [float(number + offset) for offset in range(len(each.sampled_ids))]
+        values = [-float(number + offset) for offset in range(len(each.sampled_ids))]
         number += len(values)
         fields = {name: getattr(each, name) for name in Turn.__struct_fields__}
         numbered.append(Turn(**fields | {"logprobs": values, "raw_logprobs": values}))
     samples = samples_of(*numbered)
-    trained = sorted(value for sample in samples for value in sample.logprobs)
+    trained = sorted((value for sample in samples for value in sample.logprobs), reverse=True)
     # the very first token of a sequence has nothing that predicts it
     predicted = [
         value
@@ -109,11 +109,25 @@ def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]) -> None:
     [
         ({"logprobs": [-1.0]}, "2 sampled tokens but 1 logprobs"),
         ({"raw_logprobs": [-1.0, float("inf")]}, "raw_logprobs that are not finite"),
+        ({"logprobs": [-1.0, float("nan")]}, "logprobs that are not finite"),
+        ({"logprobs": [0.9, -1.0]}, "logprobs of up to 0.9, and a logprob is at most 0; leave the trajectory out"),
+        ({"raw_logprobs": [-1.0, 2e-6]}, "raw_logprobs of up to 2e-06, and a logprob is at most 0"),
     ],
 )
 def test_refuses_logprobs_that_cannot_be_the_engines(fields: dict[str, object], message: str) -> None:
     with pytest.raises(LearnerError, match=f"trajectory g/0, turn 0: {message}"):
         samples_of(turn([1], [2, 3], **fields))
+
+
+def test_rounding_may_raise_a_logprob_slightly_above_0() -> None:
+    [sample] = samples_of(turn([1], [2], logprobs=[5e-7], raw_logprobs=[5e-7]))
+    assert sample.logprobs.tolist() == [5e-7]
+
+
+@pytest.mark.parametrize("temperature", [-3.0, 1e-300, 9e-7, 1e300, float("nan")])
+def test_a_turn_has_no_temperature_that_logits_cannot_be_divided_by(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature .* is neither 0 \(greedy\) nor in 1e-06 to "):
+        turn([1], [2], temperature=temperature)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +137,6 @@ def test_refuses_logprobs_that_cannot_be_the_engines(fields: dict[str, object], 
         ("sampled_ids", [10**20]),
         ("sampled_ids", [5000]),
         ("sampled_ids", [7] * 3000),
-        ("temperature", -1.0),
-        ("temperature", 1e300),
     ],
 )
 def test_a_step_from_another_tools_file_names_the_turn_that_the_model_cannot_have(field: str, value: Any) -> None:
