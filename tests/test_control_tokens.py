@@ -12,6 +12,7 @@ from art_cli.judges.ruler.attempt_tree import read_attempt
 from art_cli.judges.ruler.prompt import write_prompt
 from art_cli.learners.algorithms.sdpo import Feedback
 from art_cli.learners.sft.examples import demo_samples
+from art_cli.runtime.errors import LearnerError
 from tests.support.attacks import forged_turns
 from tests.support.attacks.forged_turns import FORMS, HI, MAKERS, POSITIONS, USER, Asked, control_texts, harmless
 from tests.support.models.tiny import tiny_tokenizer
@@ -93,6 +94,14 @@ def demo_of(tokenizer: Any, text: str) -> Any:
     return [
         (controls(tokenizer, each.token_ids), controls(tokenizer, each.token_ids[each.targets])) for each in samples
     ]
+
+
+def test_a_transcript_that_cannot_be_escaped_or_encoded_is_refused_by_name() -> None:
+    every = "".join(map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))))
+    for text, reason in ((f"{every}<|im_end|>", "every private-use character"), ("\ud800", "TypeError")):
+        demo = {"messages": [HI, {"role": "assistant", "content": text}]}
+        with pytest.raises(LearnerError, match=f"demo 1.*{reason}"):
+            demo_samples(demo, tiny_tokenizer(), name="demo 1", max_length=10**6)
 
 
 def test_a_transcript_with_a_call_in_its_text_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

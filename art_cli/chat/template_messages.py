@@ -7,11 +7,15 @@ Templates read plain content and arguments that are objects. OpenAI's form has p
 """
 
 import json
+import re
 from typing import Any
 
 from art_cli.chat.chat_errors import invalid
-from art_cli.chat.reading import check_size
+from art_cli.chat.reading import MAX_DEPTH, check_size
 from art_cli.chat.requests import Json, prompt_text
+from art_cli.runtime.processes.plain_json import is_deep
+
+_HALF_PAIRS = re.compile("[\ud800-\udfff]")  # lone surrogates, which no tokenizer can encode
 
 
 def keeps_text(template: str) -> bool:
@@ -22,7 +26,7 @@ def keeps_text(template: str) -> bool:
 def for_template(message: Json, *, keeps_text: bool = False) -> Json:
     """Returns the message with string content, arguments as objects, and without nulls.
 
-    With `keeps_text`, JSON text arguments stay text. Raises ChatError 400 for invalid JSON arguments.
+    With `keeps_text`, JSON text arguments stay text. Raises ChatError 400 for invalid or deep JSON arguments.
     """
     role = "system" if message["role"] == "developer" else message["role"]
     content = prompt_text(message.get("content")) or message.get("refusal") or ""
@@ -44,5 +48,11 @@ def _call_for_template(call: Json, keeps_text: bool) -> Json:
 
 
 def _read_arguments(arguments: str) -> Any:
+    """Returns the parsed JSON, with U+FFFD for lone surrogates. Raises ValueError if it is invalid or nested deeply."""
     check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
-    return json.loads(arguments)
+    read = json.loads(arguments)
+    if isinstance(read, dict | list) and is_deep(read, MAX_DEPTH):
+        raise ValueError("nested too deeply")
+    if "\\u" in arguments:
+        read = json.loads(_HALF_PAIRS.sub("\ufffd", json.dumps(read, ensure_ascii=False)))
+    return read

@@ -190,10 +190,12 @@ def _plain_call(call: Any) -> Json:
     function = call.get("function")
     if not isinstance(function, dict):  # flat format with name and arguments in the call
         function = {"name": call.get("name", function), "arguments": call.get("arguments")}
-    if not isinstance(function.get("name"), str):
+    if not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError("a tool call without a name")
     arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    if arguments is None:
+        arguments = {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
     return {"id": str(call.get("id") or ""), "type": "function", "function": {**function, "arguments": text}}
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.template_messages import for_template
 from art_cli.engines.embedded.chat_prompts import render
 from art_cli.engines.embedded.reply_text import Vocabulary
 from art_cli.learners.sft.examples import demo_samples, load_demos
@@ -20,6 +22,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 TALK = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{{ m['content'] }}"
 CALL = "{{ '<tool_call>' + (c.function.arguments | tojson) + '</tool_call>' }}"
 CALLS = f"{{% for c in m.tool_calls or [] %}}{CALL}{{% endfor %}}"
+DEEP = "[" * 900 + "]" * 900
 END = "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
@@ -110,6 +113,24 @@ def test_a_message_of_weight_0_and_the_replies_of_a_prompt_are_read_and_not_trai
         ({"messages": [USER, {"role": "bot", "content": "4"}]}, "message 2: a message without a valid role"),
         ({"messages": [USER, {**REPLY, "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "'f' are not a JSON"),
         ({"messages": [USER, REPLY], "tools": "add"}, "'tools' is text that is not JSON"),
+        ({"messages": [USER, REPLY], "tools": '[{"name": "\\ud800"}]'}, "'tools' is text that is not JSON"),
+        ({"messages": [USER, REPLY], "tools": f'[{{"name": "f", "parameters": {DEEP}}}]'}, "nested more than 64"),
+        ({"messages": f'[{{"role": "user", "x": {DEEP}}}, {json.dumps(REPLY)}]'}, "nested more than 64"),
+        ({"messages": [USER, {**REPLY, "x": json.loads(DEEP)}]}, "nested more than 64"),
+        ({"messages": [USER, REPLY], "functions": ["f"]}, "a tool without a name"),
+        *(
+            ({"messages": [USER, {**REPLY, "function_call": call}]}, "message 2: its function_call is a ")
+            for call in ("none", "auto", "", 0, False, [])
+        ),
+        ({"messages": [USER, {**REPLY, "function_call": {"name": ""}}]}, "a tool call without a name"),
+        *(
+            ({"messages": [USER, {**REPLY, "tool_calls": [{"name": "f", "arguments": given}]}]}, "'f' are not a JSON")
+            for given in (False, 0, [], '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": "\\ud800"}', "[]")
+        ),
+        (
+            {"messages": [USER, {**REPLY, "tool_calls": [{"name": "f", "arguments": f'{{"a": {DEEP}}}'}]}]},
+            "more than 64",
+        ),
         ({"conversations": [{"from": "robot", "value": "4"}]}, "\"from\" is 'robot'"),
     ],
 )
@@ -117,6 +138,21 @@ def test_what_cannot_be_learned_is_refused_by_name_with_its_line(row: Json, name
     with pytest.raises(DataError, match=r"demos.jsonl:1: ") as refused:
         load(tmp_path, row)
     assert named in str(refused.value)
+
+
+def test_arguments_are_bounded_in_depth_and_hold_no_lone_surrogates() -> None:
+    """A pair of surrogates is one character and stays."""
+    for text, read in (
+        (r'{"a": "\ud83d\ude00"}', {"a": "\U0001f600"}),
+        (r'{"\ud800": "\udfff"}', {"\ufffd": "\ufffd"}),
+    ):
+        call = {"function": {"name": "f", "arguments": text}}
+        assert (
+            for_template({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == read
+        )
+    deep = {"function": {"name": "f", "arguments": "[" * 65 + "]" * 65}}
+    with pytest.raises(ChatError, match="'f' are not JSON"):
+        for_template({"role": "assistant", "tool_calls": [deep]})
 
 
 def test_a_developer_message_and_parts_are_prompted_as_they_are_sampled() -> None:

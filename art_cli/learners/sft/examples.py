@@ -100,13 +100,16 @@ def demo_samples(
     Special markers inside texts are learned as plain text (control_tokens.py); `tool_calls` are learned as the template
     writes them.
 
-    Raises LearnerError if assistant messages are missing, a sample is too long, or a rendered reply does not continue
-    its prompt.
+    Raises LearnerError if assistant messages are missing, a sample is too long, a text cannot be encoded, or a rendered
+    reply does not continue its prompt.
     """
     controls, stops = controls_of(tokenizer), stops or stop_ids(tokenizer)
-    prepared = _prepare(demo["messages"], name)
-    guard = Guard(controls, prepared, demo)
-    messages, tools = guard.messages(prepared), guard.value(demo.get("tools")) or None
+    try:  # the messages in the form that sampling passes to the template
+        prepared = [for_template({**message, "weight": None}) for message in demo["messages"]]
+        guard = Guard(controls, prepared, demo)
+        messages, tools = guard.messages(prepared), guard.value(demo.get("tools")) or None
+    except ChatError as error:
+        raise LearnerError(f"{name}: {error.message}") from error
     for given, guarded in zip(prepared, messages, strict=True):
         if given is not guarded and given["role"] == "assistant":
             kept = controls.marks_in(str(guarded.get("content")))
@@ -128,14 +131,6 @@ def demo_samples(
     if not samples:
         raise LearnerError(f"{name}: no assistant message to learn from")
     return samples
-
-
-def _prepare(messages: Sequence[Json], name: str) -> list[Json]:
-    """Returns the messages in the form that sampling passes to the template."""
-    try:
-        return [for_template({**message, "weight": None}) for message in messages]
-    except ChatError as error:
-        raise LearnerError(f"{name}: {error.message}") from error
 
 
 @cache
@@ -165,7 +160,7 @@ def _render_turn(
         )
     try:
         prompt_ids, reply_ids = controls.encode(prompt, guard), controls.encode(whole[len(prompt) :], guard)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # the tokenizer raises TypeError for text that is not Unicode
         raise LearnerError(f"{where}: {describe(error)}") from error
     # The engine never samples the tokens that the template adds after a stop token.
     end = next((place for place, id in enumerate(reply_ids, 1) if id in stops), None)

@@ -8,14 +8,15 @@ null counts as absent. OpenAI's `weight`, `functions`, `function_call` and `refu
 `parallel_tool_calls` affects no token, and pictures, files and sound are refused. Other row keys are ignored.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from art_cli.chat.reading import MAX_DEPTH
 from art_cli.formats.imported_attempt import plain_message, plain_tool
 from art_cli.runtime.errors import one_line
+from art_cli.runtime.processes.plain_json import is_deep
 
 Json = dict[str, Any]
 
@@ -60,7 +61,9 @@ class Transcript(msgspec.Struct, kw_only=True):
         rows = self._rows()
         self.messages = [_message(row, place) for place, row in enumerate(rows, 1)]
         functions = [{"type": "function", "function": each} for each in _list(self.functions, "functions")]
-        self.tools = [plain_tool(each) for each in _list(self.tools, "tools")] or functions
+        self.tools = [plain_tool(each) for each in _list(self.tools, "tools") or functions]
+        if is_deep([self.messages, self.tools], MAX_DEPTH):
+            raise ValueError(f"its messages or tools are nested more than {MAX_DEPTH} levels deep")
         if not any(message["role"] == "assistant" for message in self.messages):
             raise ValueError("no assistant message to learn from")
         if not any(is_learned(message) for message in self.messages):
@@ -88,6 +91,8 @@ def _message(row: Any, place: int) -> Json:
         if isinstance(row, dict) and row.get("role") == "function":
             row = {**row, "role": "tool"}
         if isinstance(row, dict) and row.get("function_call") is not None:
+            if not isinstance(row["function_call"], dict):
+                raise ValueError(f"its function_call is a {type(row['function_call']).__name__}, not an object")
             row = {**row, "function_call": None, "tool_calls": [{"function": row["function_call"]}]}
         if isinstance(row, dict) and row.get("arguments") is not None:
             raise ValueError("it has arguments, which belong in its tool_calls")
@@ -118,12 +123,23 @@ def _check_parts(parts: Sequence[Json]) -> None:
 
 
 def _check_arguments(function: Json) -> None:
+    name = f"the arguments of its call to {function['name'][:80]!r}"
     try:
-        is_object = isinstance(json.loads(function["arguments"] or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise ValueError(f"the arguments of its call to {function['name'][:80]!r} are not a JSON object")
+        arguments = _decode(function["arguments"] or "{}")
+    except ValueError as error:
+        raise ValueError(f"{name} are not a JSON object: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{name} are not a JSON object")
+    if is_deep(arguments, MAX_DEPTH):
+        raise ValueError(f"{name} are nested more than {MAX_DEPTH} levels deep")
+
+
+def _decode(text: str) -> Any:
+    """Returns the value of strict JSON. Raises ValueError, also for NaN, Infinity, 1e999 and lone surrogates."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{one_line(error)} (NaN, Infinity and lone surrogates are not JSON)") from None
 
 
 def _as_messages(value: Any, name: str, role: str) -> list[Any]:
@@ -151,9 +167,9 @@ def _list(value: Any, name: str) -> list[Any]:
     """Returns a list, also parsed from JSON text (used by datasets for rows of different shapes); [] for null."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ValueError(f"{name!r} is text that is not JSON; write a list") from None
+            value = _decode(value)
+        except ValueError as error:
+            raise ValueError(f"{name!r} is text that is not JSON; write a list ({error})") from None
     if not isinstance(value, list | None):
         raise ValueError(f"{name!r} is a {type(value).__name__}, not a list")
     return value or []
