@@ -17,7 +17,7 @@ from pathlib import Path
 
 from art_cli.config.compose import LoadedConfig
 from art_cli.learners import SFT_DIRECTORY, Learner, Progress, SftProgress
-from art_cli.learners.sft.examples import Examples
+from art_cli.learners.sft.examples import Examples, without_source
 from art_cli.loop.interrupts import Interrupts
 from art_cli.models.base_files import base_digest
 from art_cli.runs.durable import remove
@@ -196,8 +196,8 @@ def digest(loaded: LoadedConfig, examples: Examples, *, base: str, start: Path |
         "template": None if template is None else template.read_text(encoding="utf-8"),
         "base": base_digest(base),
         "sft": config.sft.model_dump(mode="json", exclude={"demos", "eval_demos", "best_of", "min_reward", "held_out"}),
-        "demos": examples.trained,
-        "evaluated": examples.evaluated,
+        "demos": [without_source(each) for each in examples.trained],
+        "evaluated": [without_source(each) for each in examples.evaluated],
         "seed": config.train.seed,
         "learner": config.learner.name,
         "start": None if start is None else verify_checkpoint(start).files,

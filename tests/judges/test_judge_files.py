@@ -17,7 +17,7 @@ import pytest
 from art_cli.config.schema import BlendJudgeConfig, FunctionJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
 from art_cli.judges import make_judge
 from art_cli.judges.files.judged_files import TrajectoryFile
-from art_cli.learners.sft.examples import load_demos
+from art_cli.learners.sft.examples import load_demos, without_source
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.durable import LineWriter, read_lines, write_lines
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, score_trajectory
@@ -458,7 +458,7 @@ def read_scenarios(path: Path) -> object:
 
 
 def read_demos(path: Path) -> object:
-    return load_demos(path.name, path.parent)
+    return [without_source(demo) for demo in load_demos(path.name, path.parent)]
 
 
 EVERY = (

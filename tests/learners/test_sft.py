@@ -162,10 +162,17 @@ def test_refuses_a_transcript_it_cannot_train_on(demo: dict[str, object], messag
         warm_up(learner(tiny_weights()), [SUM, demo])
 
 
+def test_a_transcript_too_long_is_named_by_file_and_line(tmp_path: Path) -> None:
+    long = {"messages": [*OTHER["messages"][:1], {"role": "assistant", "content": "b" * 2000}]}
+    (tmp_path / "demos.jsonl").write_text(f"{json.dumps(SUM)}\n\n{json.dumps(long)}\n")
+    with pytest.raises(LearnerError, match=r"demos.jsonl:3, message 2: .* over the model's 1024"):
+        warm_up(learner(tiny_weights()), load_demos("demos.jsonl", tmp_path))
+
+
 def test_reads_transcripts_and_names_the_line_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "demos.jsonl"
     path.write_text(json.dumps(SUM) + "\n")
-    assert load_demos("demos.jsonl", tmp_path) == [{**SUM, "tools": []}]
+    assert load_demos("demos.jsonl", tmp_path) == [{**SUM, "tools": [], "source": f"{path}:1"}]
     path.write_text(json.dumps(SUM) + "\n" + json.dumps({"messages": [{"role": "user"}]}) + "\n")
     with pytest.raises(DataError, match=r"demos.jsonl:2: no assistant message to learn from"):
         load_demos("demos.jsonl", tmp_path)
@@ -175,7 +182,7 @@ def test_reads_transcripts_and_names_the_line_that_is_none(tmp_path: Path) -> No
 
 def test_reads_transcripts_from_a_function(tmp_path: Path) -> None:
     (tmp_path / "make.py").write_text(f"def demos():\n    yield {SUM!r}\ndef broken():\n    return [{{}}]\n")
-    assert load_demos("make.py:demos", tmp_path) == [{**SUM, "tools": []}]
+    assert load_demos("make.py:demos", tmp_path) == [{**SUM, "tools": [], "source": "make.py:demos, item 1"}]
     with pytest.raises(DataError, match="make.py:broken, item 1: .*messages"):
         load_demos("make.py:broken", tmp_path)
 

@@ -39,6 +39,7 @@ from art_cli.models.tokenizer import stop_ids
 from art_cli.rollouts.scenario_files import is_held_out
 from art_cli.runs.durable import read_lines
 from art_cli.runs.feedback import DEMONSTRATION, FeedbackEntry, latest
+from art_cli.runs.json_lines import lines
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 from art_cli.runtime.errors import DataError, LearnerError, describe
 from art_cli.runtime.plugins import resolve
@@ -51,28 +52,37 @@ log = logging.getLogger(__name__)
 def load_demos(spec: str, directory: Path) -> list[Json]:
     """Returns the transcripts from a JSON-lines file, or returned by "file.py:function", in order.
 
+    Each has a `source` for error messages, "demos.jsonl:3" or "file.py:function, item 3".
+
     Paths are relative to `directory`. Raises DataError for a missing file, an invalid transcript, an empty result, or
     attempts (only the good attempts are worth learning); UsageError if the function cannot be loaded.
     """
     path = directory / spec
     if path.is_file():
-        demos = list(read_lines(path, Transcript))
+        read = zip(lines(path), read_lines(path, Transcript), strict=False)  # a torn last line is skipped
+        demos = [(f"{path}:{line.number}", demo) for line, demo in read]
     elif ":" in spec:
         demos = _call(spec, directory)
     else:
         raise DataError("no such file; `sft.demos` names a JSON-lines file or 'file.py:function'", path)
     if not demos:
         raise DataError("no transcripts; at least one is needed", spec)
-    return [{"messages": demo.messages, "tools": demo.tools} for demo in demos]
+    return [{"messages": demo.messages, "tools": demo.tools, "source": source} for source, demo in demos]
 
 
-def _call(spec: str, directory: Path) -> list[Transcript]:
+def without_source(example: Json) -> Json:
+    """Returns the example's content, which does not depend on where it was read."""
+    return {key: value for key, value in example.items() if key != "source"}
+
+
+def _call(spec: str, directory: Path) -> list[tuple[str, Transcript]]:
     make = resolve(spec, base=directory)
     try:
         items = make() if callable(make) else make
         if not isinstance(items, Iterable):
             raise DataError(f"expected an iterable of transcripts, not {type(items).__name__}", spec)
-        return [_convert(item, f"{spec}, item {number}") for number, item in enumerate(items, 1)]
+        named = ((f"{spec}, item {number}", item) for number, item in enumerate(items, 1))
+        return [(name, _convert(item, name)) for name, item in named]
     except DataError:
         raise
     except Exception as error:  # boundary to the user's function
@@ -318,7 +328,7 @@ def _content(example: Json) -> str:
     """
     if "turns" in example:
         return str(example["scenario"])
-    return hashlib.sha256(json.dumps(example, sort_keys=True, default=repr).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(without_source(example), sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def example_samples(
@@ -326,11 +336,12 @@ def example_samples(
 ) -> list[Sample]:
     """Returns an example's samples, with cross-entropy weight 1 for every token the policy should write.
 
-    `name` identifies a transcript in errors; attempts have ids. An attempt's tokens are trained at their sampling
-    temperature, as in a policy step. `vocabulary` is the model's vocabulary size. Raises LearnerError if the example
-    cannot be trained on.
+    `name` identifies a transcript without a `source` in errors; attempts have ids. An attempt's tokens are trained at
+    their sampling temperature, as in a policy step. `vocabulary` is the model's vocabulary size. Raises LearnerError if
+    the example cannot be trained on.
     """
     if "turns" not in example:
+        name = example.get("source", name)
         return demo_samples(example, tokenizer, name=name, max_length=max_length, stops=stops)
     attempt = msgspec.convert(example, ScoredAttempt)
     record = Trajectory(id=attempt.id, group_id="", group_size=1, index=0, turns=attempt.turns)
