@@ -55,6 +55,8 @@ def run(
     from art_cli.judges.files.judged_files import TrajectoryFile
     from art_cli.loop.evaluate import parse_gate
 
+    if not trajectories.is_file():
+        raise UsageError(f"{trajectories}: {'not a file' if trajectories.exists() else 'no such file'}")
     if is_probe:
         from art_cli.cli.probing import probe_judge
 
@@ -80,6 +82,8 @@ def run(
         parse_gate(gate)  # before paid calls
     loaded = choose_judge(config, overrides or [], model=model, rubric=rubric, beside=trajectories)
     source = TrajectoryFile(trajectories, group_by=group_by)
+    if not source.groups:
+        raise DataError("no group in it: nothing to judge", trajectories)
     if is_dry_run:
         dry_run(loaded, source, None if is_fresh else output, is_partial=is_partial, as_json=as_json)
         return

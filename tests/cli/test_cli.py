@@ -151,6 +151,14 @@ def test_a_file_that_is_missing_is_a_mistake_of_usage_and_an_empty_one_is_none_t
     assert art("step", "config.yaml", "nowhere.jsonl", "-o", "out") == missing
     assert art("sft", "config.yaml", "nowhere.jsonl", "-o", "out") == missing
     assert art("judge", "nowhere.jsonl") == missing
+    os.mkfifo("pipe")
+    for name in (".", "pipe"):
+        assert art("judge", name) == Result(2, "", f"error: {name}: not a file\n")
+        assert art("step", "config.yaml", name, "-o", "out") == Result(2, "", f"error: {name}: not a file\n")
+    assert art("judge", "empty.jsonl", "judge=rollout") == Result(
+        1, "", "error: empty.jsonl: no group in it: nothing to judge\n"
+    )
+    assert not Path("empty.scored.jsonl").exists()
 
 
 def test_a_checkpoint_that_is_missing_is_a_mistake_of_usage(art: Art) -> None:
