@@ -58,7 +58,8 @@ class _MessageJson(msgspec.Struct):
     content: list[_BlockJson] = []
     stop_reason: str | None = None
     stop_sequence: str | None = None
-    usage: _UsageJson = msgspec.field(default_factory=_UsageJson)
+    usage: _UsageJson | None = None
+    input_tokens: int | None = None  # of a count
     error: Any = None
 
 
@@ -99,6 +100,9 @@ class AnthropicBackend(HttpBackend):
         parsed = self._convert(body, _MessageJson)
         if parsed.error:
             raise self._stated_error(parsed.error, body)
+        counted = parsed.usage
+        if request.is_count:
+            counted = None if parsed.input_tokens is None else _UsageJson(input_tokens=parsed.input_tokens)
         with self._unreadable():
             calls = [_call(block) for block in parsed.content if block.type == "tool_use"]
         text = "".join(block.text or "" for block in parsed.content if block.type == "text")
@@ -121,7 +125,7 @@ class AnthropicBackend(HttpBackend):
             prompt_ids=[],
             step=self.step,
             sampling=request.sampling,
-            usage=(parsed.usage.num_prompt, parsed.usage.output_tokens or 0),
+            usage=None if counted is None else (counted.num_prompt, counted.output_tokens or 0),
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
@@ -150,7 +154,7 @@ class AnthropicBackend(HttpBackend):
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def _path(self, request: Request) -> str:
-        return "v1/messages"
+        return "v1/messages/count_tokens" if request.is_count else "v1/messages"
 
     def _headers(self) -> dict[str, str]:
         return {"x-api-key": self._api_key, "anthropic-version": VERSION, "Content-Type": "application/json"}
@@ -159,12 +163,14 @@ class AnthropicBackend(HttpBackend):
         _refuse(request)
         sampling, given = request.sampling, request.user_set
         system, messages = _messages(request.messages or [], request.failed_calls)
-        body: Json = {"model": self.model, "messages": messages, "stream": is_stream}
-        body["max_tokens"] = sampling.max_tokens or self._max_tokens
+        body: Json = {"model": self.model, "messages": messages}
         if system:
             body["system"] = system
         if request.tools:
             body |= {"tools": [_tool(tool) for tool in request.tools], "tool_choice": _tool_choice(request)}
+        if request.is_count:
+            return body
+        body |= {"stream": is_stream, "max_tokens": sampling.max_tokens or self._max_tokens}
         if sampling.stop:
             body["stop_sequences"] = list(sampling.stop)
         # Sends only explicit parameters, because newer models refuse temperature together with top_p.
@@ -220,7 +226,7 @@ class _Stream:
             self._newest = self._newest + 1 if event.index is None else event.index
         match event.type:
             case "message_start" if event.message is not None:
-                self._id, self._num_prompt = event.message.id, event.message.usage.num_prompt
+                self._id, self._num_prompt = event.message.id, (event.message.usage or _UsageJson()).num_prompt
                 yield self._chunk({"role": "assistant"})
             case "content_block_start" if event.content_block is not None and event.content_block.type == "tool_use":
                 index = self._calls[self._newest] = len(self._calls)

@@ -104,7 +104,9 @@ class PromptList:
             choices=choices,
             step=min(reply.step for reply in replies),
             policy=",".join(sorted({reply.policy for reply in replies})),  # two if a swap came between
-            usage=(sum(num for num, _ in counts), sum(num for _, num in counts)),
+            usage=(sum(num for num, _ in counts), sum(num for _, num in counts))
+            if all(reply.is_counted for reply in replies)
+            else None,
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:

@@ -109,6 +109,11 @@ class Reply(msgspec.Struct, kw_only=True):
         """Tokens of the prompt, and tokens of all choices."""
         return self.usage or (len(self.prompt_ids), sum(len(choice.token_ids) for choice in self.choices))
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether the endpoint reported token counts or ids."""
+        return self.usage is not None or bool(self.prompt_ids) or any(choice.token_ids for choice in self.choices)
+
 
 class Chunk(msgspec.Struct, kw_only=True):
     """A piece of a streamed choice.

@@ -81,6 +81,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_kept: bool = False  # whether later requests may refer to the reply by `id`
     repeated: Json = {}  # fields that the wire echoes in its reply; backends ignore them
     digest: bytes = b""  # hash of the body, used by the gateway to recognize retries
+    is_count: bool = False  # only the prompt's number of tokens is wanted
     is_recorded: bool = True  # False: the gateway writes no turn down (a question about a prompt, an opponent's move)
     num_retries: int = 0  # number of earlier times that the client's SDK sent this body and gave up
     group: str | None = None  # id of the attempt's group, whose prompts share a prefix; used for routing to servers

@@ -17,6 +17,7 @@ from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import serve
 from art_cli.chat.replies import Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
+from art_cli.chat.wires.anthropic_messages import AnthropicCountTokens
 from tests.support.standins.scripted import ScriptedBackend, tool_call
 
 Json = dict[str, Any]
@@ -141,3 +142,20 @@ async def test_failed_calls_and_single_calls_arrive_as_they_were_sent() -> None:
         await ask(backend, request, is_stream=False)
     (seen,) = asked.requests
     assert (seen.failed_calls, seen.calls_in_parallel) == (frozenset({"b"}), False)
+
+
+async def test_a_count_is_asked_for_as_a_count_and_samples_nothing() -> None:
+    """The wire's request goes to the endpoint's own count, without sampling parameters."""
+    asked: list[Json] = []
+
+    async def answer(http: HttpRequest) -> Response:
+        asked.append(await http.json())
+        return Response(b'{"input_tokens": 37}', media_type="application/json")
+
+    wire = AnthropicCountTokens()
+    body = json.dumps({"model": "policy", "messages": HISTORY[1:2], "system": "be brief"}).encode()
+    request = wire.parse(body, Sampling())
+    async with at(Starlette(routes=[Route("/v1/messages/count_tokens", answer, methods=["POST"])])) as backend:
+        reply = await backend.reply(request)
+    assert json.loads(wire.render(request, reply)) == {"input_tokens": 37}
+    assert asked[0].keys() == {"model", "messages", "system"}

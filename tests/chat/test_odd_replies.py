@@ -369,11 +369,12 @@ async def test_a_huge_index_of_a_streamed_call_makes_no_list_of_that_length() ->
 async def _events(path: str, body: bytes) -> list[Json]:
     """Returns the events that a client of this protocol gets."""
     wire = WIRES.at(path, Headers({"anthropic-version": "1"}))
-    request = wire.parse(json.dumps({**ASKED[path], "stream": True}).encode(), Sampling())
+    more = {"stream_options": {"include_usage": True}} if path == "/v1/chat/completions" else {}
+    request = wire.parse(json.dumps({**ASKED[path], **more, "stream": True}).encode(), Sampling())
     events = wire.stream(request)
     told = b"".join([events.render(chunk) async for chunk in _canned(HttpBackend, body).stream(request)])
     lines = (told + events.finish()).split(b"\n")
-    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
 @settings(max_examples=40)
@@ -556,3 +557,19 @@ def test_the_older_function_call_of_a_message_is_refused_by_name() -> None:
     talk[0]["function_call"] = {"name": "f", "arguments": "{}"}
     with pytest.raises(ChatError, match="function_call"):
         wire.parse(json.dumps({**TALK, "messages": talk}).encode(), Sampling())
+
+
+async def test_missing_token_counts_are_not_zero() -> None:
+    whole = json.dumps({"choices": [{"message": {"content": "Hi"}, "finish_reason": "stop"}]}).encode()
+    streamed = _sse([{"choices": [{"delta": {"content": "Hi"}, "finish_reason": "stop"}]}])
+    reply = await _canned(HttpBackend, whole).reply(
+        WIRES.at("/v1/chat/completions").parse(json.dumps(TALK).encode(), Sampling())
+    )
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        wire = WIRES.at(path)
+        request = wire.parse(json.dumps(ASKED[path]).encode(), Sampling())
+        assert json.loads(wire.render(request, reply))["usage"] is None
+        assert not any((event.get("response") or event).get("usage") for event in await _events(path, streamed))
+    count = WIRES.at("/v1/messages/count_tokens")
+    with pytest.raises(ChatError, match="no token counts"):
+        count.render(count.parse(json.dumps(TALK).encode(), Sampling()), reply)

@@ -371,16 +371,18 @@ class AnthropicMessages(Anthropic):
 
 
 class AnthropicCountTokens(Anthropic):
-    """One token is sampled for the count and dropped. The gateway records no count."""
+    """One token is sampled for the count and dropped, unless the engine can count. The gateway records no count."""
 
     path = "/v1/messages/count_tokens"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
         """Returns the request whose prompt is counted. Raises ChatError 400."""
         request = self._request(_parse(body), defaults, {"max_tokens": 1, "temperature": 0.0, "n": 1})
-        return msgspec.structs.replace(request, response_format=None, is_recorded=False)
+        return msgspec.structs.replace(request, response_format=None, is_recorded=False, is_count=True)
 
     def render(self, request: Request, reply: Reply) -> bytes:
+        if not reply.is_counted:
+            raise ChatError(502, "the endpoint behind reports no token counts", code="upstream_broken")
         return msgspec.json.encode({"input_tokens": reply.num_tokens[0]})
 
     def stream(self, request: Request) -> MessageEvents:

@@ -151,7 +151,7 @@ def _not_kept() -> ChatError:
 def whole_response(request: Request, reply: Reply) -> Json:
     """Returns a complete response as JSON."""
     choice = reply.choices[0]
-    counts = reply.num_tokens
+    counts = reply.num_tokens if reply.is_counted else None
     return _response(request, reply.created, _status(choice.finish_reason), _output(request, choice), counts)
 
 
@@ -360,7 +360,8 @@ class ResponseEvents:
     def _body(self, status: str) -> Json:
         """Returns the response after its last item is closed."""
         last = self._last
-        counts = (self._counts[0], self._counts[1]) if last is None or last.usage is None else last.usage
+        counts = (self._counts[0], self._counts[1]) if any(self._counts) else None
+        counts = counts if last is None or last.usage is None else last.usage
         return _response(self._request, 0 if last is None else last.created, status, self._items, counts)
 
     def _pieces(self, pieces: Iterable[tuple[str | int, Any]]) -> bytes:

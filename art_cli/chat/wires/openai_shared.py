@@ -293,7 +293,7 @@ class OpenAI:
             "created": reply.created,
             "model": reply.model,
             "choices": choices,
-            "usage": usage(*counts),
+            "usage": usage(*counts) if reply.is_counted else None,
         }
         if request.wants_token_ids:
             body["step"] = reply.step
@@ -333,9 +333,11 @@ class OpenAIEvents:
         return events
 
     def finish(self) -> bytes:
-        """Returns the usage chunk if requested, and the end of the stream."""
+        """Returns the usage chunk if requested and known, and the end of the stream."""
         done = event(b"[DONE]")
         if self._last is None or not self._request.wants_usage:
+            return done
+        if self._last.usage is None and not self._num_prompt + self._num_sampled:
             return done
         counts = usage(*(self._last.usage or (self._num_prompt, self._num_sampled)))
         return event(msgspec.json.encode({**self._head(self._last), "choices": [], "usage": counts})) + done
