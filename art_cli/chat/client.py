@@ -34,6 +34,10 @@ MAX_MESSAGE = 10_000  # maximum characters of an endpoint's error for the client
 _STATUS = re.compile("[45][0-9][0-9]")  # an HTTP status as an error's code
 _FIELD = re.compile(rb":|(data|event|id|retry)(:|$)")  # begins a line of an event
 _REFUSED = re.compile(r"unsupported|not support|unrecognized|unknown|not permitted|unexpected", re.IGNORECASE)
+_TOOLS = re.compile(r"schema|context=|\b(?:tool|function)s?\b", re.IGNORECASE)  # a tool's fields have any names
+# ways in which a message names the field %s: after one of these words, perhaps in a list, or before "is not ..."
+_WORDS = "parameters?|arguments?|supplied|property|field|name|value|model|unsupported|unknown|unexpected|'body',"
+_NAMED = rf"(?i:(?:{_WORDS})[\s:'\"`]+(?:\w+, )*%s\b|\b%s\b['\"`]?:? (?:(?:is|are|was|does|do) )?(?:not\b|un|extra))"
 
 
 class AnswerTooLarge(aiohttp.ClientError):
@@ -296,15 +300,22 @@ class _Dialect:
         return body
 
     def learn(self, request: Request, status: int, answer: bytes) -> bool:
-        """Returns whether the endpoint refused an optional field, and omits the field from now on."""
+        """Returns whether the endpoint refused an optional field, and omits the field from now on.
+
+        A message names the field only where the error has no `param`, because it may quote what a client sent.
+        """
         error = read_error(answer)
-        if status not in (400, 422) or not _REFUSED.search(error.message):
+        message = error.message[:MAX_MESSAGE]
+        variables = "chat_template_kwargs"
+        param = variables if (error.param or "").startswith(f"{variables}.") else error.param
+        is_refused = _REFUSED.search(message) or param != error.param  # the template does not read a variable
+        if status not in (400, 422) or not is_refused or (not param and _TOOLS.search(message)):
             return False
         body = self.body(request, "", is_stream=request.is_stream)
-        optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", "chat_template_kwargs"}
+        optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", variables}
         optional |= _sampling(request.sampling).keys()
         optional = (optional & body.keys()) - (_asked_for(request) - {"max_tokens"})
-        named = {name for name in optional if name == error.param or re.search(rf"\b{name}\b", error.message)}
+        named = {n for n in optional if (n == param if param else re.search(_NAMED.replace("%s", n), message))}
         self._refused |= named
         return bool(named)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from art_cli.chat import Backend
 from art_cli.chat.chat_app import AppSettings, build_app
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.client import HttpBackend
+from art_cli.chat.client import HttpBackend, _Dialect
 from art_cli.chat.http_server import Connection, serve
 from art_cli.chat.reading import BodyLimit
 from art_cli.chat.replies import Chunk, ReplyBuilder
@@ -649,6 +649,47 @@ async def test_a_wish_to_think_is_left_out_where_an_endpoint_knows_no_templates(
             await backend.reply(named)
     assert foreign.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
     assert "chat_template_kwargs" not in foreign.bodies[1]
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "is_refused"),
+    [
+        ("Unsupported parameter: 'top_k' is not supported with this model.", "top_k", True),
+        ("Unrecognized request arguments supplied: return_token_ids, top_k", None, True),
+        (
+            "[{'type': 'extra_forbidden', 'loc': ['body', 'top_k'], 'msg': 'Extra inputs are not permitted'}]",
+            None,
+            True,
+        ),
+        ("'top_k' : property 'top_k' is unsupported", None, True),
+        ('Unknown name "top_k": Cannot find field.', None, True),
+        ("top_k: Extra inputs are not permitted", None, True),
+        (
+            "Invalid schema for function 'f': context=('properties', 'top_k'), 'x' is not permitted.",
+            "tools[0]",
+            False,
+        ),
+        ("Invalid schema for function 'f': context=('properties', 'top_k'), 'x' is not permitted.", None, False),
+        ("[{'loc': ['body', 'tools', 0, 'top_k'], 'msg': 'Extra inputs are not permitted'}]", None, False),
+        ("Unsupported value: 'metadata.top_k' is not supported", "metadata.top_k", False),
+        ("I do not support the top_k students of an unknown school", None, False),
+    ],
+)
+def test_a_field_is_refused_only_where_the_error_names_it(message: str, param: str | None, is_refused: bool) -> None:
+    """A client chooses the names in its tools, and no such name may change the sampling of other clients."""
+    dialect = _Dialect()
+    request = Request(model="policy", messages=[USER], sampling=Sampling())
+    answer = json.dumps({"error": {"message": message, "param": param}}).encode()
+    assert dialect.learn(request, 400, answer) is is_refused
+    assert ("top_k" in dialect.body(request, "policy", is_stream=False)) is not is_refused
+
+
+def test_a_wish_to_think_is_left_out_where_the_template_does_not_read_it() -> None:
+    message = "chat_template_kwargs.enable_thinking: this model's chat template does not read it"
+    answer = json.dumps({"error": {"message": message, "param": "chat_template_kwargs.enable_thinking"}}).encode()
+    wish = Request(model="policy", messages=[USER], sampling=Sampling(), thinks=True)
+    named = msgspec.structs.replace(wish, template_kwargs={"enable_thinking": True})
+    assert [_Dialect().learn(request, 400, answer) for request in (wish, named)] == [True, False]
 
 
 async def test_what_the_client_asked_for_is_never_left_out() -> None:
