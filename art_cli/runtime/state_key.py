@@ -17,7 +17,7 @@ MAX_LENGTH = 256  # maximum characters of a key; longer keys are recorded as dig
 
 def write_header(key: str) -> str:
     """Returns the header value for a key. An empty key means no state."""
-    return quote(_shortened(key), safe=" ", errors="replace")
+    return quote(shortened(key), safe=" ", errors="replace")
 
 
 def read_header(value: str) -> str | None:
@@ -25,10 +25,10 @@ def read_header(value: str) -> str | None:
 
     Invalid percent-encoding is kept literally, so clients may send plain ASCII keys.
     """
-    return _shortened(unquote(value, errors="replace")) or None
+    return shortened(unquote(value, errors="replace")) or None
 
 
-def _shortened(key: str) -> str:
+def shortened(key: str) -> str:
     """Returns the key, or "sha256:" and a digest for keys above MAX_LENGTH. Equal keys stay equal."""
     if len(key) <= MAX_LENGTH:
         return key

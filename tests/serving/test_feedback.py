@@ -7,6 +7,7 @@ import sqlite3
 import uuid
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -99,6 +100,28 @@ async def test_a_conversation_is_named_by_its_id_its_name_or_one_of_its_replies(
     assert [each.id for each in written(tmp_path)] == [trajectory]
     ratings = {metric: rating(latest(tmp_path)[trajectory], metric) for metric in (*METRICS, "comment")}
     assert ratings == {"thumbs": 0.5, "solved": 0.0, "minutes": -3.0, "comment": None}
+
+
+async def test_a_conversation_of_a_long_name_can_be_rated(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend(), feedback=METRICS) as gateway:
+        for name in ("a" * 300, "é" * 300):
+            await gateway.ask("how?", X_Art_Conversation=quote(name))
+            await rated(gateway, {"metric_name": "solved", "value": True, "episode_id": name})
+    assert len({entry.conversation for entry in lines(tmp_path)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"foo": 1}, "foo"),
+        ({"metric_name": "demonstration", "value": [{"type": "text", "text": "x", "foo": 1}]}, "value[0].foo"),
+    ],
+)
+async def test_a_field_that_does_not_exist_is_named(tmp_path: Path, more: Json, param: str) -> None:
+    async with standing(tmp_path, ScriptedBackend(), feedback=METRICS) as gateway:
+        body = {"metric_name": "thumbs", "value": True, "inference_id": await reply_id(gateway), **more}
+        error = (await rate(gateway, body)).json()["error"]
+    assert (error["message"], error["param"]) == (f"{param}: unknown field", param)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

@@ -7,12 +7,13 @@ with that entry's id and counts once.
 
 import hashlib
 import logging
+import re
 import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +31,7 @@ from art_cli.config.schema import FeedbackMetricConfig
 from art_cli.runs.durable import LineWriter, SharedSync, read_lines
 from art_cli.runs.feedback import COMMENT, DEMONSTRATION, FEEDBACK_FILE, FeedbackEntry, Target
 from art_cli.runs.outcome import MAX_NUMBER
+from art_cli.runtime.state_key import shortened
 from art_cli.serving.gateway.journal import RETRY_S, Journal
 from art_cli.serving.gateway.redaction import Redactor
 from art_cli.serving.gateway.reply_index import episode_keys, reply_key
@@ -42,6 +44,7 @@ KEY_HEADER = "Idempotency-Key"
 MAX_NAME = 256  # characters of a name or an Idempotency-Key
 EARLY_RETRY_S = "1"  # a streamed reply's id is known before the reply is recorded
 
+Result = TypeVar("Result")
 _Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 
 
@@ -49,7 +52,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     metric_name: _Name
     value: Any  # null withdraws
     inference_id: _Name | None = None
-    episode_id: _Name | None = None
+    episode_id: Annotated[str, Meta(min_length=1)] | None = None  # a long name counts as its digest, as in calls
     tags: dict[str, str] | None = None
     dryrun: bool | None = None
     internal: bool | None = None  # sent by TensorZero's client, without effect
@@ -170,7 +173,7 @@ class FeedbackService:
 
     def _read(self, body: bytes) -> _Body:
         """Returns the checked body, redacted. Raises ChatError 400."""
-        sent = convert(decode_object(body), _Body)
+        sent = _converted(decode_object(body), _Body)
         if (sent.inference_id is None) == (sent.episode_id is None):
             raise invalid("give either inference_id, the id of a reply, or episode_id, a conversation", "inference_id")
         return msgspec.structs.replace(sent, value=self._value(sent), tags=self._redactor.document(sent.tags or {}))
@@ -206,7 +209,8 @@ class FeedbackService:
         if sent.inference_id is None and (level == "reply" or sent.metric_name == DEMONSTRATION):
             raise invalid(f"episode_id: {sent.metric_name[:80]} rates a reply; give its inference_id", "episode_id")
         reply = "" if sent.inference_id is None else hex_id(sent.inference_id)
-        keys = episode_keys(self._redactor.text(sent.episode_id)) if sent.episode_id is not None else [reply_key(reply)]
+        name = None if sent.episode_id is None else self._redactor.text(shortened(sent.episode_id))
+        keys = [reply_key(reply)] if name is None else episode_keys(name)
         found = await self._journal.find(client, keys) if reply or sent.episode_id is not None else None
         if found is None:
             message = (
@@ -233,7 +237,7 @@ def _message(value: Any) -> Json:
     """Returns a demonstration as an assistant message in OpenAI's form. Raises ChatError 400."""
     if isinstance(value, str):
         return {"role": "assistant", "content": value}
-    blocks = convert({"value": value}, _Demonstration).value
+    blocks = _converted({"value": value}, _Demonstration).value
     texts = [block.text for block in blocks if isinstance(block, _Text)]
     calls = [
         {
@@ -251,6 +255,17 @@ def _message(value: Any) -> Json:
     ]
     message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _converted(fields: Json, kind: type[Result]) -> Result:
+    """Converts like `convert`, and also names a field that does not exist."""
+    try:
+        return convert(fields, kind)
+    except ChatError as error:
+        if (unknown := re.search("contains unknown field `(.*)`", error.message)) is None:
+            raise
+        param = f"{error.param or ''}.{unknown[1][:80]}".removeprefix(".")
+        raise invalid(f"{param}: unknown field", param) from None
 
 
 class _Demonstration(msgspec.Struct):
