@@ -484,6 +484,14 @@ def test_keys_and_rules_reach_the_values_of_type_and_role() -> None:
     assert redactor.value(message) == {"role": "user", "content": [{"type": "***", "text": "x"}]}
 
 
+def test_patterns_reach_the_keys_of_a_users_data() -> None:
+    redactor = Redactor(RedactConfig(patterns=[r"\d{3}-\d{2}-\d{4}"]), Secrets([]))
+    call = {"arguments": {"123-45-6789": {"by": "ann"}}, "role": "x"}
+    assert redactor.value(call) == {"arguments": {"[redacted]": {"by": "ann"}}, "role": "x"}
+    assert redactor.document({"123-45-6789": "ann"}) == {"[redacted]": "ann"}
+    assert redactor.value(plain := {"arguments": {"id": "ann"}}) is plain
+
+
 def test_the_password_of_the_endpoints_address_is_masked_alone() -> None:
     endpoint = Endpoint(base_url="https://me:pass%2Dword@host/v1?key=query-key", api_key=UPSTREAM, model="m", step=0)
     known = _known_secrets([ANN], endpoint)

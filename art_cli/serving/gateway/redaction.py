@@ -125,7 +125,8 @@ class Redactor:
                 walked = inner if masked == inner else masked
             else:
                 walked = walk(inner, is_data=is_data or name in DATA)
-            found[self._masked(name)] = walked
+            masked = self._masked(name)
+            found[self._patterned(masked) if is_document or is_data else masked] = walked
         is_same = len(found) == len(value) and all(name in found and found[name] is value[name] for name in value)
         return value if is_same else found
 
@@ -140,13 +141,16 @@ class Redactor:
         redacted = self._masked(text)
         if self.has_rules:
             redacted = self._in_json(redacted, nested)
-            redacted = self._named_values(redacted)
-            for pattern in self._patterns:
-                redacted = pattern.sub(REDACTED, redacted)
+            redacted = self._patterned(self._named_values(redacted))
         return text if redacted == text else redacted
 
     def _masked(self, text: str) -> str:
         return self._secrets.redact(text)
+
+    def _patterned(self, text: str) -> str:
+        for pattern in self._patterns:
+            text = pattern.sub(REDACTED, text)
+        return text
 
     def _in_json(self, text: str, nested: int) -> str:
         """Redacts the values in a text that is a JSON object or list. Changed text is re-encoded."""
