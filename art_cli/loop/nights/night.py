@@ -18,7 +18,7 @@ from art_cli.judges.source_judges import make_judges
 from art_cli.loop import evaluate
 from art_cli.loop.decide import decide_engine
 from art_cli.loop.nights.canary_test import CanaryTest
-from art_cli.loop.nights.traffic import read_ratings, read_traffic
+from art_cli.loop.nights.traffic import count_unwritten, read_ratings, read_traffic
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.stage_policy import find_policy, open_policy
 from art_cli.loop.train import train
@@ -237,9 +237,15 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
         tested=tested,
     )
     if len(traffic.scenarios) < config.min_scenarios:
+        num, gateway = count_unwritten(directories(loaded)), loaded.config.gateway
+        unwritten = (
+            f"; {num} calls are not in a trajectory file yet: the gateway writes them when the oldest is "
+            f"{gateway.rotate_s:g} s old (gateway.rotate_s), at {gateway.rotate_mb:g} MB (gateway.rotate_mb), and when "
+            "it stops"
+        )
         return (
             f"{len(traffic.scenarios)} new scenarios in {traffic.num_conversations} conversations; a night needs "
-            f"{config.min_scenarios} (improve.min_scenarios)"
+            f"{config.min_scenarios} (improve.min_scenarios){unwritten if num else ''}"
         )
     num_held_out = max(1, round(len(traffic.scenarios) * config.held_out))
     training, held_out = traffic.scenarios[:-num_held_out], traffic.scenarios[-num_held_out:]

@@ -1,5 +1,6 @@
 """Traffic: what `art gateway` recorded, read as scenarios for training and as ratings for the canary."""
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from art_cli.runtime.errors import DataError, describe
 log = logging.getLogger(__name__)
 
 Convert = Callable[[Json, list[Json]], Json | None]
-PATTERN = "trajectories-*.jsonl"
+PATTERN, JOURNALS = "trajectories-*.jsonl", "calls-*.jsonl"
 READ_MORE = 4  # conversations are read up to this multiple of `max_scenarios`, because many give the same scenario
 INSTRUCTIONS = ("system", "developer")  # roles
 USER = "user"  # the feedback tag that names the user of a client
@@ -70,6 +71,15 @@ def read_traffic(
     found.sort(key=lambda pair: pair[0])
     joined = _joined([scenario for _, scenario in found], tested)[-config.max_scenarios :]
     return Traffic(files, len(conversations), joined)
+
+
+def count_unwritten(directories: Iterable[Path]) -> int:
+    """Returns the number of calls that are in a gateway's journal, and not yet in a trajectory file."""
+    num = 0
+    for path in [path for each in directories for path in each.glob(JOURNALS)]:
+        with contextlib.suppress(FileNotFoundError):  # the gateway has written its trajectories in the meantime
+            num += path.read_bytes().count(b"\n")
+    return num
 
 
 def read_ratings(

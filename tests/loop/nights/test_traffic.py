@@ -7,7 +7,7 @@ import pytest
 
 from art_cli.config.sections.improve_config import CanaryConfig, ImproveConfig
 from art_cli.loop.nights.canary_test import Rating
-from art_cli.loop.nights.traffic import Traffic, read_ratings, read_traffic
+from art_cli.loop.nights.traffic import Traffic, count_unwritten, read_ratings, read_traffic
 from art_cli.runs.durable import write_lines
 from art_cli.runs.feedback import FeedbackEntry
 from art_cli.runs.trajectory import Trajectory
@@ -106,3 +106,9 @@ def test_the_first_rating_of_a_conversation_during_the_canary_counts(tmp_path: P
         Rating(False, 1.0, "key 1"),
         Rating(True, 0.75, "key 1"),
     ]
+
+
+def test_calls_that_are_not_in_a_trajectory_file_yet_are_counted(tmp_path: Path) -> None:
+    for name, num in (("calls-20261129-000000", 2), ("calls-20261129-000001", 3), ("trajectories-20261129-000000", 9)):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n" * num)
+    assert count_unwritten([tmp_path, tmp_path / "none"]) == 5
