@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from art_cli.chat.chat_app import READ_HERE_BYTES
-from art_cli.chat.replies import Reply
+from art_cli.chat.replies import Reply, input_of
 from art_cli.chat.requests import Request
 from art_cli.cli.gateway import _known_secrets
 from art_cli.config.compose import load_gateway
@@ -25,8 +25,9 @@ from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.trajectory import Trajectory, sequence
 from art_cli.runtime.errors import ConfigError, RunError
 from art_cli.runtime.secrets import Secrets
-from art_cli.serving.gateway import conversations, journal
+from art_cli.serving.gateway import conversations, gateway_service, journal
 from art_cli.serving.gateway.client_names import name_clients
+from art_cli.serving.gateway.conversations import prefixes_of
 from art_cli.serving.gateway.gateway_service import Clients, GatewayService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
@@ -515,6 +516,34 @@ async def test_a_reply_without_token_ids_is_text_only_and_can_be_judged(tmp_path
     assert [t.messages[-1]["content"] for t in source.load(group)] == ["reply 0", "reply 1"]
     assert [(len(t.turns), t.metrics["num_completion"]) for t in source.load(group)] == [(0, 3), (0, 3)]
     assert gateway.service.totals[1:] == (2, 0, 1)
+
+
+async def test_a_client_cannot_switch_recording_off(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend()) as gateway:
+        await gateway.say("how?", x_art_record="no")
+    assert [trajectory.messages[1]["content"] for trajectory in written(tmp_path)] == ["how?"]
+
+
+async def test_long_arguments_are_compared_in_a_thread_and_huge_ones_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, parsed = [], []
+
+    def watched(*arguments: Any) -> list[bytes]:
+        threads.append(threading.current_thread())
+        return prefixes_of(*arguments)
+
+    monkeypatch.setattr(gateway_service, "prefixes_of", watched)
+    monkeypatch.setattr(conversations, "input_of", lambda text: parsed.append(len(text)) or input_of(text))
+    lists = {num: "[" + ",".join(["[1.0]"] * num) + "]" for num in (10, 20_000, 100_000)}
+    async with standing(tmp_path, ScriptedBackend()) as gateway:
+        for text in lists.values():
+            call = tool_call("add")
+            call["tool_calls"][0]["function"]["arguments"] = text
+            result = {"role": "tool", "tool_call_id": "call-add", "content": "3"}
+            await gateway.say("sum?", call, result)
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+    assert parsed == [len(lists[10]), len(lists[20_000])]
 
 
 async def test_hostile_headers_and_huge_bodies_are_refused_and_calls_go_on(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from art_cli.chat.chat_errors import ChatError
+from art_cli.chat.reading import check_size
 from art_cli.chat.replies import input_of
 from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.config.schema import GatewayConfig
@@ -57,6 +59,7 @@ class Conversation:
         self.num_counted = 0  # bytes of this conversation included in the total
         self.keys: set[bytes] = set()  # this conversation's index keys
         self.ends: set[bytes] = set()  # keys without a continuation
+        self.histories: dict[str, bytes] = {}  # id of a running request -> digest of its messages
 
 
 class Conversations:
@@ -82,20 +85,27 @@ class Conversations:
         self._is_text_only_told = False
 
     @contextlib.contextmanager
-    def calling(self, client: str, request: Request, redacted: Request) -> Iterator[Conversation]:
-        """Yields the call's conversation while the call runs. `redacted` is the request after `Redactor.request`."""
+    def calling(
+        self, client: str, request: Request, redacted: Request, prefixes: list[bytes]
+    ) -> Iterator[Conversation]:
+        """Yields the call's conversation while the call runs.
+
+        `redacted` is the request after `Redactor.request`, and `prefixes` are the `prefixes_of` its messages.
+        """
         retries = self._retries.setdefault(client, Retries())
         replaced = retries.replaced(request)
-        conversation = self._find(client, redacted, replaced) or self._begin(client, redacted)
+        conversation = self._find(client, redacted, replaced, prefixes) or self._begin(client, redacted)
         attempted = retries.add(request)
         self._attempted[attempted] = conversation.about.id
         conversation.num_in_flight += 1
+        conversation.histories[request.id] = prefixes[-1] if prefixes else b""
         self.open.move_to_end(conversation.about.id)
         try:
             yield conversation
             attempted.state = "answered"
         finally:
             attempted.end()
+            conversation.histories.pop(request.id, None)
             conversation.num_in_flight -= 1
             self._touch(conversation)
 
@@ -119,7 +129,9 @@ class Conversations:
     # --- assigning calls
     # ------------------------------------------------------------------------------------------------
 
-    def _find(self, client: str, request: Request, replaced: Attempted | None) -> Conversation | None:
+    def _find(
+        self, client: str, request: Request, replaced: Attempted | None, prefixes: list[bytes]
+    ) -> Conversation | None:
         if request.conversation is not None:
             return self._named.get((client, self._redactor.text(request.conversation)))
         is_lost = replaced is not None and replaced.state == "lost"  # an answered call may belong to another attempt
@@ -128,7 +140,6 @@ class Conversations:
             return before
         if request.messages is None:
             return self._find_text(client, request.prompt)
-        prefixes = _prefixes(client, request.messages)
         for place in reversed(range(len(prefixes))):
             if found := self._index.get(prefixes[place]):
                 at_end = [conversation for conversation in found if prefixes[place] in conversation.ends]
@@ -175,8 +186,10 @@ class Conversations:
         """Adds a recorded call's replies to the index."""
         if request.messages is None or not conversation.is_attached:
             return
+        client = conversation.about.client
+        before = conversation.histories.get(request.id) or prefixes_of(client, request.messages)[-1]
         for each in recorded.conversations:
-            key = _prefixes(conversation.about.client, each.messages)[-1]
+            key = _extended(before, each.messages[-1])
             conversation.ends.add(key)
             if key not in conversation.keys:
                 conversation.keys.add(key)
@@ -238,21 +251,32 @@ class Conversations:
         conversation.keys.clear()
 
 
-def _prefixes(client: str, messages: Sequence[Json]) -> list[bytes]:
+def prefixes_of(client: str, messages: Sequence[Json]) -> list[bytes]:
     """Returns cumulative digests of client and messages, ignoring system messages."""
     digest = hashlib.blake2b(client.encode(), digest_size=16).digest()
     found = []
     for message in messages:
         if message.get("role") not in LEFT_OUT:
-            role, text, answers, calls = identity_of(message)
-            parts = [role, str(text).strip(), answers, [_call(*call) for call in calls]]  # type: ignore[attr-defined]
-            digest = hashlib.blake2b(digest + msgspec.json.encode(parts), digest_size=16).digest()
+            digest = _extended(digest, message)
         found.append(digest)
     return found
 
 
+def _extended(digest: bytes, message: Json) -> bytes:
+    role, text, answers, calls = identity_of(message)
+    parts = [role, str(text).strip(), answers, [_call(*call) for call in calls]]  # type: ignore[attr-defined]
+    return hashlib.blake2b(digest + msgspec.json.encode(parts), digest_size=16).digest()
+
+
 def _call(name: str, arguments: str | None) -> list[object]:
-    """Returns a canonical tool call: spaces, key order, and 1 versus 1.0 in arguments do not matter."""
+    """Returns a canonical tool call: spaces, key order, and 1 versus 1.0 in arguments do not matter.
+
+    Arguments with too many values to parse stay as they are.
+    """
+    try:
+        check_size((arguments or "").encode(errors="replace"))
+    except ChatError:
+        return [name, arguments]
     return [name, msgspec.json.encode(_whole(input_of(arguments or "")), order="deterministic").decode()]
 
 

@@ -47,7 +47,8 @@ from art_cli.rollouts.rollout_gateway import Gateway, Upstream
 from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, UsageError, printable
 from art_cli.runtime.secrets import MIN_LENGTH, Secrets
-from art_cli.serving.gateway.conversations import Conversations
+from art_cli.runtime.state_key import RECORD_HEADER
+from art_cli.serving.gateway.conversations import Conversations, prefixes_of
 from art_cli.serving.gateway.feedback_service import FeedbackService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
@@ -101,12 +102,17 @@ class Clients(Keys):
 
 
 class NamedConversations:
-    """An outer application that turns the name in a key into a header, unless the client sends this header."""
+    """An outer application that turns the name in a key into a header, unless the client sends this header.
+
+    It drops X-Art-Record, because a client must not switch recording off.
+    """
 
     def __init__(self, app: ASGIApp, clients: Clients) -> None:
         self._app, self._clients = app, clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kept = [(name, value) for name, value in scope["headers"] if name != RECORD_HEADER.lower().encode()]
+        scope = {**scope, "headers": kept}
         headers = Headers(scope=scope)
         _, name = self._clients.split(WIRES.key(scope["path"], headers))
         if name and CONVERSATION_HEADER not in headers:
@@ -143,7 +149,8 @@ class ClientBackend:
             self._journal.check_room()
             request = _named(request)
             redacted = await self._redacted(request)
-            with self._conversations.calling(self._client, request, redacted) as conversation:
+            prefixes = await self._prefixes(redacted)
+            with self._conversations.calling(self._client, request, redacted, prefixes) as conversation:
                 reply = await conversation.backend.reply(request)
                 await self._journal.sync()
             self.num_calls += 1
@@ -160,7 +167,8 @@ class ClientBackend:
             self._journal.check_room()
             request = _named(request)
             redacted = await self._redacted(request)
-            with self._conversations.calling(self._client, request, redacted) as conversation:
+            prefixes = await self._prefixes(redacted)
+            with self._conversations.calling(self._client, request, redacted, prefixes) as conversation:
                 num_before = conversation.recorder.num_entries
                 async with closing_stream(conversation.backend.stream(request)) as chunks:
                     async for chunk in chunks:
@@ -181,6 +189,14 @@ class ClientBackend:
         if self._redactor.num_new_bytes(request) <= READ_HERE_BYTES:
             return self._redactor.request(request)
         return await self._reader.read(self._redactor.request, request)
+
+    async def _prefixes(self, redacted: Request) -> list[bytes]:
+        """Returns the digests of the history, computed in a thread if its calls' arguments are long."""
+        messages = redacted.messages or []
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
+        if sum(len((call.get("function") or {}).get("arguments") or "") for call in calls) <= READ_HERE_BYTES:
+            return prefixes_of(self._client, messages)
+        return await self._reader.read(prefixes_of, self._client, messages)
 
     @contextlib.contextmanager
     def _failures_logged(self) -> Iterator[None]:
