@@ -186,6 +186,10 @@ WRONG_CSV = {
     "an open quote": (b'q,a\n"1,2\n', "t.csv:2: not CSV: unexpected end of data; is a quote left open?"),
     "no column": (b"promt,solution\n1,2\n", "no column 'prompt'; did you mean 'promt'? There are: promt, solution"),
     "latin 1": ("prompt,a\nété,1\n".encode("latin-1"), "the text is not UTF-8; save it as UTF-8"),
+    "latin 1 in a later line": (
+        "prompt,a\na,1\nb,2\né,3\n".encode("latin-1"),
+        "t.csv:4: the text is not UTF-8; save it as UTF-8",
+    ),
     "UTF-16": ("prompt,a\n1,2\n".encode("utf-16"), "the text is UTF-16; save it as UTF-8"),
     "an id twice": (b"prompt,id\n1,x\n2,x\n", "t.csv:3: the id 'x' is there already, at "),
     "an empty id": (b"prompt,id\n1,\n", "t.csv:2: \"id\" is a string or a whole number, not ''"),

@@ -41,12 +41,23 @@ def rows(path: Path, columns: Columns) -> Generator[TableRow]:
             if not header:
                 raise DataError("the file is empty", path)
     except UnicodeDecodeError:
-        raise DataError("the text is not UTF-8; save it as UTF-8", path, line + 1) from None
+        raise DataError("the text is not UTF-8; save it as UTF-8", path, _foreign_line(path)) from None
     except csv.Error as error:
         hint = "is a quote left open?" if "limit" in str(error) or "unexpected end" in str(error) else ""
         raise DataError(f"not CSV: {printable(error)}{'; ' if hint else ''}{hint}", path, line + 1) from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _foreign_line(path: Path) -> int | None:
+    """Returns the number of the first line that is not UTF-8. The decoder's own position is that of a whole buffer."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return None
 
 
 def _lines(text: TextIO) -> Iterator[str]:
