@@ -37,6 +37,7 @@ from art_cli.formats.imported_attempt import (
 from art_cli.runs.trajectory import Json, Trajectory
 
 MESSAGES_FIELDS = ("model", "system")  # copied unchanged; messages and tools are converted
+MAX_CONTINUED = 2000  # messages before a response that continues others; each response repeats the conversation
 Kept = Mapping[str, Sequence[Json]]  # response id -> conversation including the reply
 REQUESTS = ("request", "request_body", "body", "input", "kwargs")
 RESPONSES = ("response", "response_body", "completion", "output")
@@ -103,6 +104,8 @@ def _responses_call(request: Json, response: Json, kept: Kept) -> TracedCall:
     if not said or said[-1]["role"] != "assistant":
         raise ValueError("a response without a message or a call")
     earlier = [] if before is None else kept[before]
+    if len(earlier) > MAX_CONTINUED:
+        raise ValueError(f"it continues a conversation of more than {MAX_CONTINUED} messages")
     instructions = request.get("instructions")
     if not isinstance(instructions, str | None):
         raise ValueError("'instructions' is not a string")
@@ -148,6 +151,7 @@ class OpenAILog(TraceReader):
         self._open: dict[str, TracedAttempt] = {}  # session or call number -> attempt
         self._ends: dict[bytes, deque[str]] = defaultdict(deque)  # conversation hash -> attempts ending there
         self._kept: dict[str, list[Json]] = {}  # response id -> conversation
+        self._texts: dict[int, tuple[Json, bytes]] = {}  # id() -> kept message and its hashed text
 
     @staticmethod
     def recognises(record: Json) -> bool:
@@ -164,8 +168,9 @@ class OpenAILog(TraceReader):
         call = call_of(request, response, self._kept)
         conversation = [*(call.messages or ()), call.message or {}]
         if isinstance(response.get("output"), list) and isinstance(id := response.get("id"), str):
-            self._kept[id] = without_instructions(request.get("instructions"), conversation)
-        name = self._session(record, call)
+            self._keep(id, without_instructions(request.get("instructions"), conversation))
+        digests = _digests(conversation, self._texts)
+        name = self._session(record, digests)
         attempt = self._open.get(name)
         about = _about(record, group)
         if attempt is None:
@@ -177,22 +182,27 @@ class OpenAILog(TraceReader):
         if about.is_grouped:
             attempt.scenario = about.scenario
         self._open[name] = attempt
-        self._ends[_digests(conversation)[-1]].append(name)
+        self._ends[digests[-1]].append(name)
         attempt.reward = attempt.reward if about.reward is None else about.reward
         return None
 
     def finish(self) -> Iterator[TracedAttempt]:
         yield from self._open.values()
 
-    def _session(self, record: Json, call: TracedCall) -> str:
+    def _keep(self, response: str, conversation: list[Json]) -> None:
+        self._kept[response] = conversation
+        for message in conversation:
+            if id(message) not in self._texts:
+                self._texts[id(message)] = message, _text(message)
+
+    def _session(self, record: Json, digests: Sequence[bytes]) -> str:
         """Returns the attempt key for a call: a session key in the line, or the attempt whose reply it continues."""
         metadata = record.get("metadata") if isinstance(record.get("metadata"), dict) else {}
         for source in (record, metadata or {}):
             for key in SESSIONS:
                 if isinstance(source.get(key), str | int):
                     return f"{key} {source[key]}"
-        messages = list(call.messages or ())
-        for digest in reversed(_digests(messages)[:-1]):
+        for digest in reversed(digests[:-2]):  # of the prompt without its last message
             if names := self._ends.get(digest):
                 return names.popleft()
         return f"call {len(self._open)}"
@@ -243,15 +253,21 @@ def _body(record: Json, keys: Sequence[str]) -> Json | None:
     return found["body"] if found is not None and isinstance(found.get("body"), dict) else found
 
 
-def _digests(messages: Sequence[Json]) -> list[bytes]:
-    """Returns a hash of each conversation prefix, based only on fields that clients send back."""
+def _digests(messages: Sequence[Json], known: Mapping[int, tuple[Json, bytes]]) -> list[bytes]:
+    """Returns a hash of each conversation prefix. `known` has the texts of earlier messages."""
     digests, before = [], b""
     for m in messages:
-        kept = [m.get("role"), m.get("content") or "", m.get("tool_call_id"), _names(m.get("tool_calls"))]
-        text = json.dumps(kept, sort_keys=True).encode("utf-8", "replace")
+        text = known[id(m)][1] if id(m) in known else _text(m)
         before = hashlib.sha256(before + text).digest()
         digests.append(before)
     return digests
+
+
+def _text(message: Json) -> bytes:
+    """Returns the fields that clients send back, as text."""
+    content, calls = message.get("content") or "", _names(message.get("tool_calls"))
+    kept = [message.get("role"), content, message.get("tool_call_id"), calls]
+    return json.dumps(kept, sort_keys=True).encode("utf-8", "replace")
 
 
 def _names(calls: Any) -> list[Any]:

@@ -278,6 +278,19 @@ def test_calls_of_the_responses_protocol(tmp_path: Path) -> None:
     }
 
 
+def test_a_chain_of_responses_is_read_up_to_a_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call adds two messages, so the fourth continues six."""
+    monkeypatch.setattr("art_cli.formats.openai_log.MAX_CONTINUED", 4)
+    lines = []
+    for n in range(4):
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": f"a{n}"}]}
+        request = {"input": f"q{n}", "previous_response_id": f"r{n - 1}" if n else None}
+        lines.append({"request": request, "response": {"id": f"r{n}", "output": [said]}})
+    done, (found,) = imported(tmp_path, write(tmp_path / "log.jsonl", *lines))
+    assert [each["content"] for each in found.messages] == ["q0", "a0", "q1", "a1", "q2", "a2"]
+    assert done.unread.counts == {"it continues a conversation of more than 4 messages": 1}
+
+
 def test_calls_of_the_messages_protocol(tmp_path: Path) -> None:
     """Two calls as dumped by the official SDK; the second continues the first reply."""
     from anthropic.types import Message
