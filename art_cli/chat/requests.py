@@ -20,6 +20,7 @@ RENDERERS_OWN = frozenset(
 RESHAPING = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens")
 # Sampling fields replaced by `force_sampling`. They reduce variety between attempts or truncate the distribution.
 FORCED = ("temperature", "top_p", "top_k", "seed")
+MIN_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range of float32
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

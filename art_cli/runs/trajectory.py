@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from art_cli.chat.requests import MIN_TEMPERATURE
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runtime.state_key import MAX_LENGTH
 
@@ -26,7 +27,6 @@ EQUAL_REWARDS = 1e-8  # smaller reward differences are rounding errors, not sign
 
 Json = dict[str, Any]
 MAX_GROUP_SIZE = 1_000_000  # maximum attempts per group; larger numbers in a file are mistakes
-MIN_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range of float32
 MAX_TOKEN_ID = 2**31 - 1  # largest possible token id of any model
 # Values for a turn's sampled tokens: a single number for all tokens, or a list (None: the token has no value).
 # None means no token has a value.

@@ -20,11 +20,10 @@ from art_cli.chat.api_keys import bearer
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, Reply, token_bytes, token_text
-from art_cli.chat.requests import RENDERERS_OWN, Json, Request, Sampling
+from art_cli.chat.requests import MIN_TEMPERATURE, RENDERERS_OWN, Json, Request, Sampling
 
 # Limits without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
 INT32 = 2**31 - 1
-LOWEST_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range of float32
 LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for -inf, which JSON cannot express
 Count = Annotated[int, Meta(ge=1, le=INT32)]
 Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
@@ -127,8 +126,8 @@ def given_sampling(body: msgspec.Struct, **named: Any) -> Json:
     `named` holds settings that have another name or form in the body. Raises ChatError 400 for a tiny temperature.
     """
     given = {name: getattr(body, name, None) for name in Sampling.__struct_fields__} | named
-    if given["temperature"] is not None and 0 < given["temperature"] < LOWEST_TEMPERATURE:
-        raise invalid(f"temperature: 0 (greedy) or at least {LOWEST_TEMPERATURE}", "temperature")
+    if given["temperature"] is not None and 0 < given["temperature"] < MIN_TEMPERATURE:
+        raise invalid(f"temperature: 0 (greedy) or at least {MIN_TEMPERATURE}", "temperature")
     if given["top_k"] is not None:
         given["top_k"] = max(given["top_k"], 0)
     return {name: value for name, value in given.items() if value is not None}
