@@ -222,8 +222,9 @@ class HttpBackend:
         if status in (401, 403):
             return ChatError(status, f"{self._url}: it refused our API key", code="upstream_authentication")
         error = read_error(answer)
-        text = error.message or answer[:200].decode(errors="replace").strip() or f"{self._url}: empty answer {status}"
-        text = text if status >= 400 else f"{self._url}: status {status}: {text}"
+        text = error.message or answer[:200].decode(errors="replace").strip()
+        if status < 400 or not text:
+            text = f"{self._url}: status {status}: {text or 'an empty answer'}"
         message = self._hide_key(text)[:MAX_MESSAGE]
         status = status if 400 <= status < 600 else 502
         if not (retry_after or "").isascii():  # as headers must be
