@@ -103,8 +103,12 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
     for shadow in loaded.config.shadow.values():
         await asyncio.to_thread(require_keys, shadow.judge, loaded.directory)
     files = RunDir(await _unused(loaded) if is_fresh else loaded.config.runs / loaded.config.name)
-    _make_root(loaded, files.root)
-    with _unless_wrong(files), files.lock(), logs.kept(files.log_path, find_secrets(os.environ).redact):
+    with (
+        _unless_wrong(files),
+        _made(files.root, loaded),
+        files.lock(),
+        logs.kept(files.log_path, find_secrets(os.environ).redact),
+    ):
         log.info("art train %s", loaded.path)
         files.clean()  # before the mirror writes files there
         keep, keeps_best = loaded.config.train.keep_checkpoints, loaded.config.train.keep_best
@@ -115,13 +119,15 @@ async def claim_run(loaded: LoadedConfig, *, is_fresh: bool, startup: Startup) -
             yield Claim(loaded, files, data, mirror, startup, job=f"{files.root}{files.claim_id()}")
 
 
-def _make_root(loaded: LoadedConfig, root: Path) -> None:
+@contextlib.contextmanager
+def _made(root: Path, loaded: LoadedConfig) -> Iterator[None]:
     """Creates the run directory. Raises ConfigError if nothing can be written there."""
     try:
         make_directory(root)
     except OSError as error:
         message = f"{loaded.config.runs} cannot be written: {error.strerror}; name another directory"
         raise ConfigError([Problem("runs", loaded.places.of("runs"), message)]) from error
+    yield
 
 
 def _check_engine(loaded: LoadedConfig) -> None:
