@@ -217,7 +217,7 @@ class Recorder:
         """Returns the latest turn with the longest prefix in common with `prompt`, and its length, or (None, 0)."""
         parent, kept = None, 0
         for index in reversed(range(len(self._sequences))):
-            if len(self._sequences[index]) > kept * _WIDTH:
+            if self._sequences[index].startswith(prompt[: (kept + 1) * _WIDTH]):  # most differ in the first token
                 common = common_prefix(prompt, self._sequences[index])
                 if common > kept:
                     parent, kept = index, common
@@ -260,7 +260,7 @@ def identity_of(message: Json) -> tuple[object, ...]:
 
 
 def _begins_with(whole: list[tuple[object, ...]], start: list[tuple[object, ...]]) -> bool:
-    return len(start) <= len(whole) and whole[: len(start)] == start
+    return len(start) <= len(whole) and (not start or whole[0] == start[0]) and whole[: len(start)] == start
 
 
 def common_prefix(first: bytes, second: bytes) -> int:
