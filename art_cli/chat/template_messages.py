@@ -7,15 +7,12 @@ Templates read plain content and arguments that are objects. OpenAI's form has p
 """
 
 import json
-import re
 from typing import Any
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.reading import MAX_DEPTH, check_size
 from art_cli.chat.requests import Json, prompt_text
 from art_cli.runtime.processes.plain_json import is_deep
-
-_HALF_PAIRS = re.compile("[\ud800-\udfff]")  # lone surrogates, which no tokenizer can encode
 
 
 def keeps_text(template: str) -> bool:
@@ -48,11 +45,9 @@ def _call_for_template(call: Json, keeps_text: bool) -> Json:
 
 
 def _read_arguments(arguments: str) -> Any:
-    """Returns the parsed JSON, with U+FFFD for lone surrogates. Raises ValueError if it is invalid or nested deeply."""
+    """Returns the parsed JSON. Raises ValueError if it is invalid or nested deeply."""
     check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
     read = json.loads(arguments)
     if isinstance(read, dict | list) and is_deep(read, MAX_DEPTH):
         raise ValueError("nested too deeply")
-    if "\\u" in arguments:
-        read = json.loads(_HALF_PAIRS.sub("\ufffd", json.dumps(read, ensure_ascii=False)))
     return read
