@@ -26,6 +26,9 @@ from art_cli.config.packaged import packaged
 from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import ConfigError, Problem, no_such_option
 
+MAX_RESOLVED = 4 << 20  # characters of a configuration with its interpolations written out
+# The dots and the name in ${name}, ${..name} and ${oc.select:name}. Environment variables hold no interpolations.
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([^{}:]+)\}")
 GROUP = re.compile(r"[\w-]{1,64}(/[\w-]{1,64}){0,3}")
 # Sections with a short form: the value of this key alone.
 BY_NAME = {"rollout.environment": "name", "rollout.scenarios": "source", "eval.scenarios": "source"}
@@ -202,6 +205,9 @@ class Composition:
         voided: set[str] = set()
         while True:
             try:
+                if _resolved_size(OmegaConf.to_container(config, resolve=False)) > MAX_RESOLVED:
+                    message = f"its interpolations write more than {MAX_RESOLVED >> 20} MiB; use fewer"
+                    raise ConfigError([*self.problems, self._problem("", message)])
                 for key in sorted(OmegaConf.missing_keys(config)):
                     self._void(config, key, "'???' is a place for a value; give one here or on the command line")
                 data: Any = OmegaConf.to_container(config, resolve=True)
@@ -224,6 +230,40 @@ class Composition:
         """Converts OmegaConf's list indices in brackets to dots."""
         dotted = key.replace("[", ".").replace("]", "")
         return Problem(dotted, self.places.of(dotted), message)
+
+
+def _resolved_size(plain: Any) -> int:
+    """Returns the number of characters of all keys and values, with each interpolation of a key written out."""
+    sizes: dict[tuple[str, ...], int] = {}
+
+    def size(path: tuple[str, ...]) -> int:
+        if path not in sizes:
+            sizes[path] = 0  # for a reference that leads back to here
+            sizes[path] = measured(_value_at(plain, path), path)
+        return sizes[path]
+
+    def measured(value: Any, path: tuple[str, ...]) -> int:
+        if isinstance(value, dict | list):
+            names = value if isinstance(value, dict) else range(len(value))
+            return sum(len(str(name)) + 1 + size((*path, str(name))) for name in names)
+        targets = [_target(dots, name, path) for dots, name in _REFERENCE.findall(str(value))]
+        return len(str(value)) + sum(map(size, targets))
+
+    return size(())
+
+
+def _target(dots: str, name: str, path: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the path that an interpolation at `path` names. One dot is the section around it, two the one above."""
+    return (*(path[: max(len(path) - len(dots), 0)] if dots else ()), *filter(None, re.split(r"[.\[\]]+", name)))
+
+
+def _value_at(plain: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        if isinstance(plain, list) and name.isdigit() and int(name) < len(plain):
+            plain = plain[int(name)]
+        else:
+            plain = plain.get(name, "") if isinstance(plain, dict) else ""
+    return plain
 
 
 def _variants(config: DictConfig) -> dict[str, str]:

@@ -84,6 +84,9 @@ DOCUMENTS: dict[str, bytes | str] = {
     "nested lists": "a: " + "[" * 1000 + "]" * 1000 + "\n",
     "an unclosed interpolation": GOOD + "runs: ${\n",
     "an unset variable": GOOD + "runs: ${oc.env:ART_NOPE}\n",
+    "interpolations of interpolations": GOOD
+    + "x0: a\n"
+    + "".join(f"x{n}: ['${{x{n - 1}}}', '${{.x{n - 1}}}', '${{oc.select:x{n - 1}}}']\n" for n in range(1, 30)),
     "an interpolation of itself": GOOD + "runs: ${runs}\n",
     "an interpolated name": GOOD + "engine: ${engine.name}\n",
     "a null key": "null: 1\n" + GOOD,
@@ -126,6 +129,7 @@ def test_an_inherited_file_is_held_to_the_same(art: Art, project: Path, name: st
     [
         ("aliases of aliases", "config.yaml:6: more than 20000 keys and values up to here"),
         ("merged aliases", "config.yaml:5: more than 20000 keys and values up to here"),
+        ("interpolations of interpolations", "its interpolations write more than 4 MiB"),
         ("many unknown keys", "2950 other invalid keys from here on"),
         ("thousands of digits", "config.yaml:5: seed: a number of 5000 digits; at most 300 are read"),
         ("a tab", "config.yaml:6: not valid YAML: a line begins with a tab, or a value does; use spaces"),
