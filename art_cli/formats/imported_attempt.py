@@ -13,6 +13,7 @@ from art_cli.chat.requests import Request, Sampling
 from art_cli.rollouts.recorder import Recorder
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import MAX_TOKEN_ID, Json, ScoredTrajectory, Trajectory, score_trajectory
+from art_cli.runtime.errors import printable
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 MAX_ID = 1000  # maximum characters per id
@@ -235,6 +236,22 @@ def as_number(value: Any) -> float | None:
     if not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
         return None
     return float(value)
+
+
+def reward_in(record: Mapping[str, Any]) -> float | None:
+    """Returns the record's reward, or None without one. Raises ValueError for any other value."""
+    value = record.get("reward")
+    if value is not None and as_number(value) is None:
+        raise ValueError(f"its reward is {printable(repr(value), limit=40)}, not a number")
+    return as_number(value)
+
+
+def error_in(record: Mapping[str, Any]) -> str | None:
+    """Returns the text of the record's error, or None without one. An object's text is its `message`."""
+    error = record.get("error")
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        error = error["message"]
+    return None if not error else error if isinstance(error, str) else json.dumps(error)
 
 
 def numbers(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:

@@ -26,12 +26,13 @@ from art_cli.formats.imported_attempt import (
     TracedCall,
     TraceReader,
     as_list,
-    as_number,
     as_object,
+    error_in,
     named,
     numbers,
     plain_message,
     plain_tool,
+    reward_in,
     sampling_of,
 )
 from art_cli.runs.trajectory import Json, Trajectory
@@ -224,16 +225,15 @@ def _conversation(record: Json, group: str | None) -> TracedAttempt:
 def _about(record: Json, group: str | None) -> TracedAttempt:
     task = record.get("scenario") if isinstance(record.get("scenario"), dict) else {}
     scenario = group or named(record, GROUPS)
-    error = record.get("error")
     return TracedAttempt(
         id=named(record, ("id",)),
         scenario=named(task or {}, ("id",)) if scenario is None else scenario,
         is_grouped=group is not None,
         task=dict(task or {}),
-        reward=as_number(record.get("reward")),
+        reward=reward_in(record),
         metrics=numbers(as_object(record.get("metrics"), "metrics")),
         metadata=as_object(record.get("metadata"), "metadata"),
-        error=error if isinstance(error, str) and error else None,
+        error=error_in(record),
     )
 
 

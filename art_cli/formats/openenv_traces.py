@@ -17,10 +17,10 @@ from art_cli.formats.imported_attempt import (
     TracedCall,
     TraceReader,
     as_list,
-    as_number,
     as_object,
     named,
     numbers,
+    reward_in,
     sampling_of,
 )
 from art_cli.runs.trajectory import Json, Trajectory, Turn, prompt
@@ -54,7 +54,7 @@ class OpenEnvTrace(TraceReader):
         attempt = TracedAttempt(
             id=named(around, IDS),
             scenario=group or named(around, GROUPS),
-            reward=as_number(around.get("reward")),
+            reward=reward_in(around),
             metrics=numbers(as_object(around.get("metrics"), "metrics")),
         )
         for turn in turns:

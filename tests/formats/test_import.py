@@ -228,6 +228,15 @@ def test_calls_of_a_log_with_a_session_are_its_attempt(tmp_path: Path) -> None:
     assert sorted((t.reward, len(t.branches)) for t in found) == [(2.0, 1), (3.0, 1)]
 
 
+def test_a_reward_that_is_no_number_is_told_and_an_error_of_any_form_makes_a_failed_attempt(tmp_path: Path) -> None:
+    odd = [call([ASKED], {"role": "assistant", "content": "2"}, reward=reward) for reward in ("0.5", [1], {"a": 1})]
+    failed = [{"message": "no shop"}, {"code": 3}, ["x"]]
+    lines = [call([ASKED], {"role": "assistant", "content": "2"}, reward=1, error=error) for error in failed]
+    done, found = imported(tmp_path, write(tmp_path / "log.jsonl", *odd, *lines))
+    assert [each.error for each in found] == ["no shop", '{"code": 3}', '["x"]'] and len(done.unread.counts) == 3
+    assert all(each.reward is None for each in found) and "its reward is '0.5', not a number" in str(done.unread)
+
+
 def test_other_spellings_of_request_and_response(tmp_path: Path) -> None:
     """A logger that adds the response to the request, and one that keeps the bodies of HTTP."""
     one = call([ASKED], {"role": "assistant", "content": "2"})
