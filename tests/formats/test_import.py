@@ -693,9 +693,11 @@ def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path) -> None
         "packed.gz": "gunzip",
         "other.zip": "without samples/",
     }
-    for name, message in (wrong | {"nowhere.jsonl": "no such file"}).items():
+    for name, message in wrong.items():
         with pytest.raises(DataError, match=message):
             imported(tmp_path, tmp_path / name)
+    with pytest.raises(UsageError, match=r"nowhere\.jsonl: no such file"):
+        imported(tmp_path, tmp_path / "nowhere.jsonl")
     write(tmp_path / "l.jsonl", GOOD)
     with pytest.raises(UsageError, match="already exists"):
         import_files([tmp_path / "l.jsonl"], tmp_path / "l.jsonl")
