@@ -48,27 +48,26 @@ def run(
 def _read(path: Path) -> "list[ScoredTrajectory]":
     """Returns the trajectories of the complete groups, and warns of the others."""
     from art_cli.loop.owed_groups import group
-    from art_cli.runs.durable import read_lines
-    from art_cli.runs.json_lines import lines
+    from art_cli.runs.durable import read_numbered
     from art_cli.runs.trajectory import ScoredTrajectory, by_group
 
     if not path.is_file():
         raise UsageError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     scored, first = [], dict[str, tuple[str, int]]()  # each claim of a line -> its value and the first line with it
-    for line, each in zip(lines(path), read_lines(path, ScoredTrajectory), strict=False):  # a torn last line is skipped
+    for line, each in read_numbered(path, ScoredTrajectory):
         group_id, index, size = each.group_id, each.index, each.group_size
         if not 0 <= index < size:
-            raise DataError(f"index {index} is not in a group of {size}; indexes begin at 0", path, line.number)
+            raise DataError(f"index {index} is not in a group of {size}; indexes begin at 0", path, line)
         claims = {
             f"the group_size of {group_id!r}": f"{size}",
             f"index {index} of group {group_id!r}": f"id {each.id!r}",
             f"id {each.id!r}": f"index {index} of group {group_id!r}",
         }
         for claim, value in claims.items():
-            before, number = first.setdefault(claim, (value, line.number))
+            before, number = first.setdefault(claim, (value, line))
             if before != value:
                 message = printable(f"{claim} is {value}, but {before} in line {number}", limit=400)
-                raise DataError(f"{message}; give every attempt its own id and index", path, line.number)
+                raise DataError(f"{message}; give every attempt its own id and index", path, line)
         scored.append(each)
     if not scored:
         raise DataError("no scored trajectories: nothing to learn from", path)

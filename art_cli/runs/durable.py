@@ -44,7 +44,12 @@ MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH = 16 * 2**20, 64  # a configuration has a few
 
 
 def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) -> Iterator[Record]:
-    """Yields the records of a JSON-lines file one at a time. A missing file yields nothing.
+    """Like `read_numbered`, without line numbers."""
+    return (record for _, record in read_numbered(path, kind, within=within))
+
+
+def read_numbered(path: Path, kind: type[Record], *, within: Path | None = None) -> Iterator[tuple[int, Record]]:
+    """Yields line numbers and records of a JSON-lines file, one at a time. A missing file yields nothing.
 
     `within` is the run directory. Links that lead out of it are refused.
 
@@ -65,7 +70,7 @@ def read_lines(path: Path, kind: type[Record], *, within: Path | None = None) ->
         version = getattr(record, "schema_version", SCHEMA_VERSION)
         if version > SCHEMA_VERSION:
             raise DataError(newer_schema(version), path, number)
-        yield record
+        yield number, record
 
 
 class _Version(msgspec.Struct):

@@ -37,9 +37,8 @@ from art_cli.learners.samples import (
 from art_cli.learners.sft.transcripts import Transcript, is_learned
 from art_cli.models.tokenizer import stop_ids
 from art_cli.rollouts.scenario_files import is_held_out
-from art_cli.runs.durable import read_lines
+from art_cli.runs.durable import read_lines, read_numbered
 from art_cli.runs.feedback import DEMONSTRATION, FeedbackEntry, latest
-from art_cli.runs.json_lines import lines
 from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
 from art_cli.runtime.errors import DataError, LearnerError, describe
 from art_cli.runtime.plugins import resolve
@@ -59,8 +58,7 @@ def load_demos(spec: str, directory: Path) -> list[Json]:
     """
     path = directory / spec
     if path.is_file():
-        read = zip(lines(path), read_lines(path, Transcript), strict=False)  # a torn last line is skipped
-        demos = [(f"{path}:{line.number}", demo) for line, demo in read]
+        demos = [(f"{path}:{line}", demo) for line, demo in read_numbered(path, Transcript)]
     elif ":" in spec:
         demos = _call(spec, directory)
     else:
