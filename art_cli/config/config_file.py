@@ -26,10 +26,9 @@ MAX_DEPTH = 40  # OmegaConf uses about ten Python frames per level
 MAX_VALUES = 20_000  # keys and values with every alias written out; a few hundred bytes of aliases can mean billions
 MAX_DIGITS = 300  # of a number; larger numbers exceed the float range, and Python reads up to 4300 digits
 
-# Surprising numbers in YAML 1.1: 010 is octal, 1:30 and 12:30:45 are in base 60, and 1_000, 0x1F and 0b11 are numbers.
-_OTHER_BASE = re.compile(
-    r"[-+]?(0[0-7_]*[0-7][0-7_]*|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?|[0-9]+_[0-9_]*(\.[0-9_]*)?|0x[0-9a-fA-F_]+|0b[01_]+)"
-)
+# Surprising numbers in YAML 1.1: 010 is octal, 1:30 and 12:30:45 are in base 60. As a name, so are 1_000, 0x1F and 1e3.
+_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]*[0-7][0-7_]*|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+_OTHER_FORM = re.compile(r"[-+]?([0-9]+_[0-9_]*(\.[0-9_]*)?|0x[0-9a-fA-F_]+|0b[01_]+)")
 _EXPONENT = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")
 WORDS = ("yes", "no", "on", "off")  # YAML 1.1 reads these as true and false
 KINDS = {"null": "null", "bool": "true or false", "int": "a number", "float": "a number"}  # types of unquoted keys
@@ -183,9 +182,9 @@ def _is_long_number(text: str) -> bool:
 
 
 def _is_surprising(text: str, key: str) -> bool:
-    """Returns True for a number that YAML does not read as written. In a name, 1e3 is one as well."""
-    is_name = key.rpartition(".")[2] == "name"
-    return bool(_OTHER_BASE.fullmatch(text) or (is_name and _EXPONENT.fullmatch(text)))
+    """Returns True for a number that YAML does not read as written. In a name, 1_000 and 1e3 are such numbers too."""
+    in_names = (_OTHER_FORM, _EXPONENT) if key.rpartition(".")[2] == "name" else ()
+    return any(form.fullmatch(text) for form in (_OTHER_BASE, *in_names))
 
 
 def _short(text: str) -> str:
