@@ -5,7 +5,6 @@ run.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import MAY_CHANGE_FIRST, Change, config_changes, general
 from art_cli.config.schema import RunConfig
 from art_cli.runs.durable import read_object, write_file
+from art_cli.runs.manifest import hash_file
 from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import DataError, RunError
@@ -133,7 +133,7 @@ def _rollout_digests(loaded: LoadedConfig) -> dict[str, str]:
     entries = {part.rollout.entry or "" for part in loaded.config.by_source.values()}
     names = sorted(name for entry in entries if (name := entry.partition(":")[0]).endswith(".py"))
     files = {name: loaded.directory / name for name in names}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}
+    return {name: hash_file(file) for name, file in files.items() if file.is_file()}
 
 
 def _mapping(value: object) -> Mapping[str, object]:
