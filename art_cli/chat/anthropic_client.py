@@ -8,7 +8,7 @@ express are refused with the parameter's name: plain completions, `response_form
 of earlier replies are not sent back, because the endpoint requires its own signature, which is not stored.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Set
 from typing import Any
 
 import msgspec
@@ -159,7 +159,7 @@ class AnthropicBackend(HttpBackend):
     def _headers(self) -> dict[str, str]:
         return {"x-api-key": self._api_key, "anthropic-version": VERSION, "Content-Type": "application/json"}
 
-    def _body(self, request: Request, *, is_stream: bool) -> Json:
+    def _body(self, request: Request, refused: Set[str], *, is_stream: bool) -> Json:
         _refuse(request)
         sampling, given = request.sampling, request.user_set
         system, messages = _messages(request.messages or [], request.failed_calls)
@@ -179,8 +179,8 @@ class AnthropicBackend(HttpBackend):
             body["top_k"] = sampling.top_k
         return body
 
-    def _learn(self, request: Request, status: int, answer: bytes) -> bool:
-        return False
+    def _refused_by(self, request: Request, refused: Set[str], status: int, answer: bytes) -> frozenset[str]:
+        return frozenset()
 
     def _convert(self, data: bytes, kind: type[Any]) -> Any:
         try:

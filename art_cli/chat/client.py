@@ -11,7 +11,7 @@ aiohttp decompresses incrementally, so the limit also stops decompression bombs.
 
 import codecs
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Set
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -99,7 +99,7 @@ class HttpBackend:
         self._api_key = api_key
         self._secrets = find_secrets({}, values=[api_key], urls=[base_url])
         self._timeout_s = timeout_s
-        self._dialect = _Dialect()
+        self._refused: frozenset[str] = frozenset()  # fields that the endpoint does not know
         self._session: aiohttp.ClientSession | None = None
 
     def models(self) -> list[str]:
@@ -164,16 +164,20 @@ class HttpBackend:
         timeout = aiohttp.ClientTimeout(
             total=None if is_stream else self._timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s
         )
+        refused = self._refused
         with self._transport_errors():
             while True:
-                body = msgspec.json.encode(self._body(request, is_stream=is_stream))
+                body = msgspec.json.encode(self._body(request, refused, is_stream=is_stream))
                 async with self._open().post(url, data=body, timeout=timeout, allow_redirects=False) as response:
                     if response.status == 200:
+                        self._refused |= refused
                         yield response
                         return
                     answer = await read_answer(response, MAX_ERROR)
-                    if not self._learn(request, response.status, answer):
+                    named = self._refused_by(request, refused, response.status, answer)
+                    if not named:
                         raise self._refusal(response.status, answer, response.headers.get("Retry-After"))
+                    refused |= named
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -186,13 +190,13 @@ class HttpBackend:
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
 
-    def _body(self, request: Request, *, is_stream: bool) -> Json:
-        """Raises ChatError 400 for a request that the protocol cannot express."""
-        return self._dialect.body(request, self.model, is_stream=is_stream)
+    def _body(self, request: Request, refused: Set[str], *, is_stream: bool) -> Json:
+        """Returns the body without the `refused` fields. Raises ChatError 400 if the protocol cannot express it."""
+        return openai_body(request, self.model, refused, is_stream=is_stream)
 
-    def _learn(self, request: Request, status: int, answer: bytes) -> bool:
-        """Returns whether another body may be accepted, after this refusal."""
-        return self._dialect.learn(request, status, answer)
+    def _refused_by(self, request: Request, refused: Set[str], status: int, answer: bytes) -> frozenset[str]:
+        """Returns the further fields without which the endpoint may accept the request, after this refusal."""
+        return refused_fields(request, refused, status, answer)
 
     # --- failing ------------------------------------------------------------------------------------------------------
 
@@ -273,52 +277,45 @@ def _masked(request: Request, choice: Choice) -> Choice:
 # --- what an endpoint understands -------------------------------------------------------------------------------------
 
 
-class _Dialect:
-    """The request fields that an endpoint supports, learned from its refusals.
+# All sampling fields are sent, because endpoints have different defaults: vLLM uses the model's generation_config.json.
+# If the endpoint refuses a field that the client did not set, later requests omit the field.
 
-    All sampling fields are sent, because endpoints have different defaults (vLLM uses the model's
-    generation_config.json). If the endpoint refuses a field that the client did not set, the field is omitted.
+
+def openai_body(request: Request, model: str, refused: Set[str], *, is_stream: bool) -> Json:
+    body: Json = {"model": model, **_question(request), **_sampling(request.sampling)}
+    body |= {"logprobs": True, "return_token_ids": True}
+    if request.messages is None:
+        body["logprobs"] = request.top_logprobs
+    elif request.top_logprobs:
+        body["top_logprobs"] = request.top_logprobs
+    if needs_echo(request):
+        body["echo"] = True
+    if is_stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if "max_tokens" in refused and "max_tokens" in body:
+        body["max_completion_tokens"] = body.pop("max_tokens")
+    for name in refused - _asked_for(request):
+        body.pop(name, None)
+    return body
+
+
+def refused_fields(request: Request, refused: Set[str], status: int, answer: bytes) -> frozenset[str]:
+    """Returns the optional fields that the endpoint's refusal names.
+
+    A message names the field only where the error has no `param`, because it may quote what a client sent.
     """
-
-    def __init__(self) -> None:
-        self._refused: set[str] = set()
-
-    def body(self, request: Request, model: str, *, is_stream: bool) -> Json:
-        body: Json = {"model": model, **_question(request), **_sampling(request.sampling)}
-        body |= {"logprobs": True, "return_token_ids": True}
-        if request.messages is None:
-            body["logprobs"] = request.top_logprobs
-        elif request.top_logprobs:
-            body["top_logprobs"] = request.top_logprobs
-        if needs_echo(request):
-            body["echo"] = True
-        if is_stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if "max_tokens" in self._refused and "max_tokens" in body:
-            body["max_completion_tokens"] = body.pop("max_tokens")
-        for name in self._refused - _asked_for(request):
-            body.pop(name, None)
-        return body
-
-    def learn(self, request: Request, status: int, answer: bytes) -> bool:
-        """Returns whether the endpoint refused an optional field, and omits the field from now on.
-
-        A message names the field only where the error has no `param`, because it may quote what a client sent.
-        """
-        error = read_error(answer)
-        message = error.message[:MAX_MESSAGE]
-        variables = "chat_template_kwargs"
-        param = variables if (error.param or "").startswith(f"{variables}.") else error.param
-        is_refused = _REFUSED.search(message) or param != error.param  # the template does not read a variable
-        if status not in (400, 422) or not is_refused or (not param and _TOOLS.search(message)):
-            return False
-        body = self.body(request, "", is_stream=request.is_stream)
-        optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", variables}
-        optional |= _sampling(request.sampling).keys()
-        optional = (optional & body.keys()) - (_asked_for(request) - {"max_tokens"})
-        named = {n for n in optional if (n == param if param else re.search(_NAMED.replace("%s", n), message))}
-        self._refused |= named
-        return bool(named)
+    error = read_error(answer)
+    message = error.message[:MAX_MESSAGE]
+    variables = "chat_template_kwargs"
+    param = variables if (error.param or "").startswith(f"{variables}.") else error.param
+    is_refused = _REFUSED.search(message) or param != error.param  # the template does not read a variable
+    if status not in (400, 422) or not is_refused or (not param and _TOOLS.search(message)):
+        return frozenset()
+    body = openai_body(request, "", refused, is_stream=request.is_stream)
+    optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", variables}
+    optional |= _sampling(request.sampling).keys()
+    optional = (optional & body.keys()) - (_asked_for(request) - {"max_tokens"})
+    return frozenset(n for n in optional if (n == param if param else re.search(_NAMED.replace("%s", n), message)))
 
 
 def _asked_for(request: Request) -> frozenset[str]:

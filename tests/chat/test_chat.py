@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from art_cli.chat import Backend
 from art_cli.chat.chat_app import AppSettings, build_app
 from art_cli.chat.chat_errors import ChatError
-from art_cli.chat.client import HttpBackend, _Dialect
+from art_cli.chat.client import HttpBackend, openai_body, refused_fields
 from art_cli.chat.http_server import Connection, serve
 from art_cli.chat.reading import BodyLimit
 from art_cli.chat.replies import Chunk, ReplyBuilder
@@ -638,6 +638,18 @@ async def test_a_field_that_an_endpoint_refuses_and_the_client_did_not_ask_for_i
     assert not set(foreign.refuses) & set(foreign.bodies[-1])
 
 
+async def test_a_refusal_changes_later_requests_only_if_the_request_without_the_field_succeeds() -> None:
+    """A client may write text that reads like a refusal; it must not change the sampling of other clients."""
+    foreign = Foreign(refuses=("top_k", "temperature"))
+    cold = Request(model="policy", messages=[USER], sampling=Sampling(temperature=0.5))
+    async with serve(foreign) as root, http_backend(f"{root}/v1") as backend:
+        with pytest.raises(ChatError, match="'temperature' is not supported"):
+            await backend.reply(cold)
+        foreign.refuses = ()
+        await backend.reply(cold)
+    assert ["top_k" in body for body in foreign.bodies] == [True, False, True]
+
+
 async def test_a_wish_to_think_is_left_out_where_an_endpoint_knows_no_templates() -> None:
     """Variables that the client names itself are not left out."""
     foreign = Foreign(refuses=("chat_template_kwargs",))
@@ -677,11 +689,11 @@ async def test_a_wish_to_think_is_left_out_where_an_endpoint_knows_no_templates(
 )
 def test_a_field_is_refused_only_where_the_error_names_it(message: str, param: str | None, is_refused: bool) -> None:
     """A client chooses the names in its tools, and no such name may change the sampling of other clients."""
-    dialect = _Dialect()
     request = Request(model="policy", messages=[USER], sampling=Sampling())
     answer = json.dumps({"error": {"message": message, "param": param}}).encode()
-    assert dialect.learn(request, 400, answer) is is_refused
-    assert ("top_k" in dialect.body(request, "policy", is_stream=False)) is not is_refused
+    refused = refused_fields(request, frozenset(), 400, answer)
+    assert bool(refused) is is_refused
+    assert ("top_k" in openai_body(request, "policy", refused, is_stream=False)) is not is_refused
 
 
 def test_a_wish_to_think_is_left_out_where_the_template_does_not_read_it() -> None:
@@ -689,7 +701,8 @@ def test_a_wish_to_think_is_left_out_where_the_template_does_not_read_it() -> No
     answer = json.dumps({"error": {"message": message, "param": "chat_template_kwargs.enable_thinking"}}).encode()
     wish = Request(model="policy", messages=[USER], sampling=Sampling(), thinks=True)
     named = msgspec.structs.replace(wish, template_kwargs={"enable_thinking": True})
-    assert [_Dialect().learn(request, 400, answer) for request in (wish, named)] == [True, False]
+    named_fields = [refused_fields(request, frozenset(), 400, answer) for request in (wish, named)]
+    assert named_fields == [{"chat_template_kwargs"}, set()]
 
 
 async def test_what_the_client_asked_for_is_never_left_out() -> None:
