@@ -42,7 +42,9 @@ from typing import Any, NamedTuple
 
 from art_cli.config.compose import load_config
 from art_cli.loop.decide import decide_by_base
+from art_cli.runs.durable import read_lines
 from art_cli.runs.run_dir import RunDir
+from art_cli.runs.trajectory import ScoredTrajectory
 from benchmarks.shared.paths import ROOT
 from benchmarks.shared.rows import append_row, read_rows
 from benchmarks.speed.loop import make_base
@@ -55,11 +57,21 @@ EVERY = 64  # attempts between two evaluations
 TRL_BATCH = 16  # attempts in one forward pass of TRL's training
 WINDOW = 64  # attempts over which a reward is averaged
 LARGE = ("rollout.group_size=8", "rollout.groups_per_step=8")
+PAIRS = ("rollout.group_size=2", "rollout.groups_per_step=8")
+ALONE = ("rollout.group_size=1", "rollout.groups_per_step=16")
+RISK = f"algorithm={{entry: {ROOT}/benchmarks/learning/ideas.py:RiskSeeking, options: {{clip: CLIP}}}}"
+OAPL = f"algorithm={{entry: {ROOT}/benchmarks/learning/ideas.py:Oapl}}"
 SIDES = {
     "default": (),
     "group": ("loss.baseline=group",),
     "large": LARGE,
     "before": (*LARGE, "loss.scale_advantages=true", "train.max_kl=null"),
+    "risk": (RISK.replace("CLIP", "0.2"),),
+    "risk, clip 4": (RISK.replace("CLIP", "4"),),
+    "alone": ALONE,
+    "ppo": ("loss=ppo", "loss.gamma=1", "loss.gae_lambda=0.8", *ALONE),
+    "gigpo": ("loss=gigpo", "loss.scale_advantages=false"),
+    "oapl": (OAPL, "train.epochs_per_step=8"),
     "trl": (*LARGE, "num_iterations=4"),
     "trl small": ("num_iterations=4",),
 }
@@ -93,6 +105,21 @@ def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[s
     of_step = rollout.group_size * (rollout.groups_per_step - rollout.num_replays)
     steps, every = _num_steps(task, of_step)
     return read_art(_train(task, [*settings, f"train.steps={steps}", f"eval.every={every}"], runs, name, seed))
+
+
+def train_warm(task: Task, runs: Path, name: str, seed: int) -> dict[str, Any]:
+    """Returns the row of a run of the default that has first imitated the best of 64 attempts of the base."""
+    still = ["train.steps=4", "train.learning_rate=1e-30", "eval=null"]
+    first = _train(task, still, runs, f"{name}-first", seed)
+    files = sorted(first.root.glob("step_*/scored.jsonl"))
+    best = max(each.reward or 0.0 for file in files for each in read_lines(file, ScoredTrajectory))
+    sft = [f"sft.demos={first.root}", "sft.best_of=4", f"sft.min_reward={best}", "sft.epochs=4"]
+    sft.append("sft.learning_rate=4e-4")
+    steps, every = _num_steps(task, EVERY // 4)
+    told = [*sft, f"train.steps={steps - 4}", f"eval.every={every}"]
+    begun, then = read_art(first), read_art(_train(task, told, runs, name, seed))
+    right = {EVERY + attempts: share for attempts, share in then["right"].items()}
+    return {key: begun[key] + then[key] for key in ("attempts", "rewards")} | {"right": right}
 
 
 def begin(task: Task, runs: Path, name: str, seed: int) -> RunDir:
@@ -234,6 +261,8 @@ def main() -> None:
         run = RunDir(given.runs / _name(task, side, seed))
         if side == "trl" and task == "assistant":
             found = train_demo_in_trl(make_base(SHAPE, given.runs), seed, TASKS[task])
+        elif side == "warm":
+            found = train_warm(TASKS[task], given.runs, run.root.name, seed)
         elif side.startswith("trl"):
             start = begin(TASKS[task], given.runs, _name(task, "start", seed), seed)
             found = train_trl(TASKS[task], start, side, run.root, seed)
