@@ -339,16 +339,17 @@ class Runner:
 
     async def _attempts(self, plan: RolloutPlan) -> tuple[_Attempt, int]:
         """Returns the first try without a transport failure, or the last try before the deadline, and the number of
-        retries.
+        retries. The error of a retry that met the deadline names the failure before it, which is the cause.
         """
         loop, config = asyncio.get_running_loop(), self._agents[plan.source].config
         deadline = loop.time() + config.timeout_s
-        is_alone = False
+        is_alone, earlier = False, None
         number = num_moves = 0  # tries that failed, and tries whose machine was lost, which are no fault of the attempt
         while True:
             if self._cluster is not None:
                 deadline += await self._cluster.ready()
-            attempt = await self._attempt(plan, deadline, is_alone=is_alone)
+            attempt = _add_earlier(await self._attempt(plan, deadline, is_alone=is_alone), earlier)
+            earlier = attempt.error
             is_last = number + 1 >= config.retries  # whether the next try is the last
             is_alone = is_last and attempt.error is not None and attempt.error.kind == "process"
             pause = self._backoff_s * 2**number
@@ -431,6 +432,14 @@ def _judge_limit(attempt: _Attempt, limit_reward: float) -> _Attempt:
 async def _timeout_error(agent: _Agent) -> AttemptError:
     guess = await agent.rollout.explain_timeout()
     return AttemptError("timeout", f"not finished after {agent.config.timeout_s:g} s (rollout.timeout_s){guess}")
+
+
+def _add_earlier(attempt: _Attempt, earlier: AttemptError | None) -> _Attempt:
+    """Adds the failure of the try before to the error of a try that ran out of time."""
+    if earlier is None or attempt.error is None or attempt.error.kind != "timeout":
+        return attempt
+    message = f"{attempt.error.message}; the try before it failed: {earlier}"
+    return attempt._replace(error=AttemptError("timeout", message))
 
 
 async def _hand_over(trajectory: Trajectory, on_finished: OnFinished) -> None:

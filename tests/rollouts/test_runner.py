@@ -387,6 +387,25 @@ async def rollout(policy, scenario):
         assert trajectory.metrics["num_retries"] == len(keys) - 1
 
 
+async def test_a_retry_that_runs_out_of_time_names_the_failure_before_it(stage: Stage) -> None:
+    """A dead process or a lost connection is the cause, and a retry that waits is only its consequence."""
+    source = """
+import asyncio
+tries = []
+async def rollout(policy, scenario):
+    tries.append(1)
+    if len(tries) == 1:
+        raise ConnectionResetError("gone")
+    await asyncio.sleep(60)
+"""
+    (played,) = await stage.play(source, timeout_s=1)
+    assert played.error == (
+        "timeout: not finished after 1 s (rollout.timeout_s); "
+        "the try before it failed: ConnectionResetError: gone (rollout.py:7)"
+    )
+    assert played.metrics["num_retries"] == 1
+
+
 # --- many at once -----------------------------------------------------------------------------------------------------
 
 
