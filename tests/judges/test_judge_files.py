@@ -444,6 +444,14 @@ def test_a_line_that_has_no_place_is_named(art: Art, line: bytes, says: str) -> 
     assert code == 1 and says in err and "t.jsonl:" in err
 
 
+def test_all_lines_that_have_no_place_are_named_at_once(art: Art) -> None:
+    """A file with several is mended once, not once per line."""
+    Path("t.jsonl").write_text(GOOD + "{\n" + GOOD.replace("good", "more") + '{"messages": []}\n' + "[1]\n" * 7)
+    code, _, err = judge(art, "t.jsonl")
+    assert code == 1 and "t.jsonl:2: JSON is malformed" in err
+    assert err.endswith("; mend the line, or remove it (also lines 4, 5, 6, 7, 8 and 3 more)\n")
+
+
 def read_own(path: Path) -> object:
     return list(read_lines(path, Trajectory))
 

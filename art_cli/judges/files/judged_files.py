@@ -8,7 +8,8 @@ not grow with the texts. The keys of a line determine its format:
     {"messages": [..], "group_id": ..}                              a conversation; or ART's, with messages_and_choices
 
 Other keys of a foreign line go to `metadata`, the reward goes to `returned_reward`. A line without a group invalidates
-the whole file. Other errors in a line are found when its group is loaded and affect only this group.
+the whole file, and the error names all such lines. Other errors in a line are found when its group is loaded and affect
+only this group.
 """
 
 import logging
@@ -27,6 +28,7 @@ from art_cli.runtime.errors import DataError, UsageError, printable
 log = logging.getLogger(__name__)
 _OWN = msgspec.json.Decoder(Trajectory)
 _ANY = msgspec.json.Decoder(Json)
+SHOWN_LINES = 5  # damaged lines that an error names after the first
 Kind = Literal["own", "art", "plain"]  # our trajectories, a group from ART, or conversations
 
 
@@ -93,7 +95,8 @@ class Group:
 class TrajectoryFile:
     """A file's outline, with groups loaded on demand. Raises DataError with the line number for invalid lines.
 
-    If a trajectory has several lines, the last one counts.
+    If a trajectory has several lines, the last one counts. The error describes the first invalid line and numbers the
+    others, so that all can be mended at once.
     """
 
     def __init__(self, path: Path, *, group_by: str | None = None) -> None:
@@ -102,6 +105,7 @@ class TrajectoryFile:
         self.path, self.group_by = path, group_by
         self.groups: dict[str, Group] = {}
         self._owners: dict[tuple[str, int], str] = {}  # (group, index) -> trajectory id
+        damaged: list[tuple[int, ValueError]] = []
         for line in lines(path):
             if is_torn(line.data):
                 log.warning("%s:%d: the last line is incomplete; skipped", path, line.number)
@@ -109,7 +113,10 @@ class TrajectoryFile:
             try:
                 self._add(decode(line.data, _HEAD), line)
             except ValueError as error:
-                raise DataError(str(error), path, line.number) from error
+                damaged.append((line.number, error))
+        if damaged:
+            number, first = damaged[0]
+            raise DataError(f"{first}; {_cure([number for number, _ in damaged])}", path, number) from first
 
     def _add(self, head: _Head, line: Line) -> None:
         """Adds one line to its group. Raises ValueError for invalid lines."""
@@ -190,6 +197,14 @@ class TrajectoryFile:
 
 def _is_own(head: _Head) -> bool:
     return None not in (head.id, head.group_id, head.group_size, head.index)
+
+
+def _cure(numbers: Sequence[int]) -> str:
+    """Example: "mend the line, or remove it (also lines 7, 9 and 3 more)"."""
+    others, more = numbers[1 : 1 + SHOWN_LINES], len(numbers) - 1 - SHOWN_LINES
+    also = f" (also line{'s' * (len(others) > 1)} {', '.join(map(str, others))}" if others else ""
+    end = f" and {more} more)" if more > 0 else ")" * bool(also)
+    return f"mend the line, or remove it{also}{end}"
 
 
 def _brief(value: object) -> str:
