@@ -5,8 +5,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -72,19 +72,37 @@ def run(
     if len(arguments or []) != 1:
         raise UsageError("name one DIR, a new or empty directory (see art init --help)")
     directory = Path((arguments or [])[0])
-    if environment is not None:
-        write_config(environment, directory)
-        what = f"the environment {environment}"
-    else:
-        copy_recipe(packaged("recipes"), recipe or DEFAULT_RECIPE, directory)
-        what = f"the recipe {recipe or DEFAULT_RECIPE!r}"
-    shutil.copytree(packaged(".agents"), directory / ".agents")
+    with _whole(directory):
+        if environment is not None:
+            write_config(environment, directory)
+            what = f"the environment {environment}"
+        else:
+            copy_recipe(packaged("recipes"), recipe or DEFAULT_RECIPE, directory)
+            what = f"the recipe {recipe or DEFAULT_RECIPE!r}"
+        shutil.copytree(packaged(".agents"), directory / ".agents")
     sys.stdout.write(
         f"{directory}: {what}; next:\n"
         f"  cd {shlex.quote(str(directory))}\n"
         "  art check config.yaml     # everything a run needs, tried once\n"
         "  art train config.yaml     # run again, it resumes\n"
     )
+
+
+@contextmanager
+def _whole(directory: Path) -> Iterator[None]:
+    """Removes what was written to a new or empty directory if writing fails, so that the same command can run again."""
+    _refuse_content(directory)
+    is_new = not directory.exists()
+    try:
+        yield
+    except BaseException:
+        from art_cli.runs.durable import remove
+
+        for each in directory.iterdir() if directory.is_dir() else ():
+            remove(each)
+        if is_new and directory.is_dir():
+            directory.rmdir()
+        raise
 
 
 def new_config(overrides: Sequence[str]) -> str:

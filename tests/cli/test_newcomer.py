@@ -9,6 +9,7 @@ import pytest
 
 from art_cli.cli import NAMES, Finding, print_findings
 from art_cli.cli.preflight.rollout_checks import _is_odd
+from art_cli.config.packaged import packaged
 from tests.support.paths import LETTERS
 from tests.support.servers.served import make_run
 
@@ -85,3 +86,21 @@ def test_a_finding_with_a_cure_is_a_doubt_and_not_ok(capsys: pytest.CaptureFixtu
     ])  # fmt: skip
     words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "->" not in line]
     assert words == ["!", "ok", "FAIL", "missing"]
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "empty"])
+def test_an_init_that_fails_leaves_nothing_and_runs_again(
+    art: Art, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """As on a full disk: the error says to run the same command again, and half a project would be refused."""
+    project = tmp_path / "mine"
+    if not is_new:
+        project.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "art_cli.cli.init.packaged", lambda name: packaged(name) if name == "recipes" else tmp_path / "no"
+        )
+        assert art("init", project, "--recipe", "blank")[0] == 1
+    assert project.exists() != is_new and not [*tmp_path.glob("mine/*")]
+    assert art("init", project, "--recipe", "blank")[0] == 0
+    assert art("init", project, "--recipe", "blank")[0] == 2 and (project / "rollout.py").is_file()
