@@ -82,7 +82,7 @@ def run(
         shutil.copytree(packaged(".agents"), directory / ".agents")
     sys.stdout.write(
         f"{directory}: {what}; next:\n"
-        f"  cd {shlex.quote(str(directory))}\n"
+        f"  cd {'-- ' * str(directory).startswith('-')}{shlex.quote(str(directory))}\n"
         "  art check config.yaml     # everything a run needs, tried once\n"
         "  art train config.yaml     # run again, it resumes\n"
     )
@@ -135,7 +135,9 @@ def _as_own(text: str, recipe: str, directory: Path) -> str:
 
 
 def _refuse_content(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory}: a file; name a new directory")
+    if directory.exists() and any(directory.iterdir()):
         raise UsageError(f"{directory}: not empty; name a new directory, existing files are never overwritten")
 
 

@@ -179,8 +179,8 @@ def dollars(usd: float | None) -> str:
 
 def refuse_owed(summary: Summary) -> None:
     """Raises JudgeError if groups were not scored, or all groups were skipped."""
-    reasons = [f"{summary.owed} groups were not scored and stay owed"] if summary.owed else []
-    reasons += [f"{len(summary.incomplete)} groups are incomplete"] if summary.incomplete else []
+    found = (summary.owed, "not scored and still owed"), (len(summary.incomplete), "incomplete")
+    reasons = [f"{num} group{'s' * (num > 1)} {state}" for num, state in found if num]
     if not reasons and summary.skipped and not summary.groups + summary.groups_before:
         raise JudgeError(
             f"no group has two attempts to compare, of {summary.skipped}; play several at each scenario "

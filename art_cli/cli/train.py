@@ -65,7 +65,7 @@ def _as_text(result: "TrainResult") -> str:
     """Returns the outcome: first, best and last evaluation, and the checkpoint to serve."""
     from art_cli.reports.pages.report_text import closing_text
 
-    line = f"{result.root}: finished, {result.step} steps"
+    line = f"{result.root}: finished, {result.step} step{'s' * (result.step != 1)}"
     if result.was_finished:
         line += "; nothing left to do (more train.steps continue from here, --fresh starts a new run)"
     return f"{line}\n{closing_text(result.closing)}"

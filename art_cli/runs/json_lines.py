@@ -111,6 +111,8 @@ def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]", *, mends_number
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        if line.removeprefix(_MARK).lstrip().startswith(b"["):
+            raise ValueError("a JSON array begins here; write one object per line (jq -c '.[]' FILE)") from None
         mended = _mend(line, mends_numbers)
     try:
         return decoder.decode(mended)
@@ -124,9 +126,11 @@ def is_torn(line: bytes) -> bool:
         return False
     try:
         json.loads(line)
-    except ValueError:
-        return True
-    except RecursionError:
+    except json.JSONDecodeError as error:
+        return not error.msg.startswith("Extra data")  # the line's object is complete
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    except (ValueError, RecursionError):
         return False
     return False
 

@@ -1,6 +1,6 @@
 """Algorithms that benchmarks/learning/reach.py tries against the default, written as a user writes one.
 
-    python -m benchmarks.learning.reach --only parcels --seeds 0 --sides "risk 8x2"
+python -m benchmarks.learning.reach --only parcels --seeds 0 --sides "risk 8x2"
 """
 
 import math

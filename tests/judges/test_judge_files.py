@@ -413,7 +413,7 @@ def test_a_group_that_cannot_be_read_is_owed_and_the_others_are_judged(
     judging = ["judge=function", "judge.entry=deep.py:judge"] if "[[[" in line else ["judge=rollout"]
     code, out, err = art("judge", "t.jsonl", *judging)
     assert_in_words(code, err)
-    assert code == 1 and says in out and "1 groups were not scored and stay owed" in err
+    assert code == 1 and says in out and "1 group not scored and still owed" in err
     assert rewards("t.scored.jsonl") == {"good/0": 0.5}
 
 

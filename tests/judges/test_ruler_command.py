@@ -177,7 +177,7 @@ def test_what_is_scored_is_not_judged_again_and_what_is_owed_is(
     assert judge(server) == 1
     shown = capsys.readouterr()
     assert "2 groups scored" in shown.out and "owed: g1: rule: no usable verdict, asked 3 times" in shown.out
-    assert "1 groups were not scored and stay owed" in shown.err and len(server.asked) == 2 + 6
+    assert "1 group not scored and still owed" in shown.err and len(server.asked) == 2 + 6
     server.conduct = Conduct()
     assert judge(server) == 0
     assert "1 groups scored (2 were before)" in capsys.readouterr().out

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from art_cli.runs.durable import LineWriter, new_directory, read_lines, write_file
+from art_cli.runs.durable import LineWriter, new_directory, new_file, read_lines, write_file
+from art_cli.runs.json_lines import is_torn
 from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
@@ -99,6 +100,35 @@ def test_a_torn_line_is_warned_of_once_however_often_the_file_is_read(
     path.write_bytes(b'{"id": "half')
     assert [list(read_lines(path, Trajectory)) for _ in range(3)] == [[], [], []]
     assert [record.message for record in caplog.records] == [f"{path}:1: the last line is incomplete; skipped"]
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, {"b": "x\\u00e9é\\\\"}], "c": -1.5e3, "d": true, "e": null}'])
+def test_every_beginning_of_a_line_is_torn_and_a_line_with_more_is_not(text: str) -> None:
+    data = text.encode()
+    assert all(is_torn(data[:cut]) for cut in range(1, len(data)))
+    whole = [
+        data,
+        data + b",",
+        data + data,
+        data + b"]",
+        data.replace("é".encode(), b"\xe9"),
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ]
+    assert not any(is_torn(line) for line in whole)
+
+
+def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    with pytest.raises(OSError) as caught, new_file(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(path) and not list(tmp_path.iterdir())
+
+
+def test_a_json_array_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('[{"id": 1},\n{"id": 2}]\n')
+    with pytest.raises(DataError, match=r"t\.jsonl:1: a JSON array begins here; write one object per line"):
+        list(read_lines(path, Trajectory))
 
 
 def test_a_broken_line_that_is_not_the_last_is_refused_with_its_place(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ class Clients(Keys):
         super().__init__(keys)
         for number, key in enumerate(keys, 1):
             if len(key) < MIN_LENGTH:
-                raise UsageError(f"key {number}: it is shorter than {MIN_LENGTH} characters; take a longer one")
+                cure = f"shorter than {MIN_LENGTH} characters; take a longer one (ART_API_KEY, --api-key-file)"
+                raise UsageError(f"key {number}: {cure}")
         self._single = [Keys([key]) for key in keys]
         self.labels = [*labels] or [f"key {number}" for number in range(1, len(keys) + 1)] or [ANYONE]
 
