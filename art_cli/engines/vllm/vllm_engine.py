@@ -428,10 +428,7 @@ def complete_logprobs(request: Request, choice: Choice) -> None:
     ways the learner cannot reproduce, so the learner uses its own logprobs.
     """
     sampling = request.sampling
-    if choice.raw_logprobs is not None:
-        return
-    choice.is_masked = masks_logits(request)
-    if choice.is_masked:
+    if choice.raw_logprobs is not None or masks_logits(request):
         return
     if sampling.temperature == 0:
         choice.raw_logprobs, choice.logprobs = choice.logprobs, [0.0] * len(choice.logprobs)
