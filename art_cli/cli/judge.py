@@ -54,9 +54,9 @@ def run(
     from art_cli.cli.judging import as_text, choose_judge, dry_run, is_scored, judge_file, refuse_owed, report
     from art_cli.judges.files.judged_files import TrajectoryFile
     from art_cli.loop.evaluate import parse_gate
+    from art_cli.runs.json_lines import require_file
 
-    if not trajectories.is_file():
-        raise UsageError(f"{trajectories}: {'not a file' if trajectories.exists() else 'no such file'}")
+    require_file(trajectories)
     if is_probe:
         from art_cli.cli.probing import probe_judge
 

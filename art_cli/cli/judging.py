@@ -34,8 +34,6 @@ SHOWN = 5  # printed unscored groups
 
 def is_scored(path: Path) -> bool:
     """Returns True if the first line is a scored trajectory. Raises DataError unless the file is UTF-8."""
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
     for line in lines(path):
         with contextlib.suppress(ValueError):
             first = decode(line.data, msgspec.json.Decoder(dict[str, Any]))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument
 
 from art_cli.cli import Checkpoint, Config, Json, NewCheckpoint, Overrides, print_result
-from art_cli.runtime.errors import DataError, UsageError, printable
+from art_cli.runtime.errors import DataError, printable
 
 if TYPE_CHECKING:
     from art_cli.runs.trajectory import ScoredTrajectory
@@ -49,10 +49,10 @@ def _read(path: Path) -> "list[ScoredTrajectory]":
     """Returns the trajectories of the complete groups, and warns of the others."""
     from art_cli.loop.owed_groups import group
     from art_cli.runs.durable import read_numbered
+    from art_cli.runs.json_lines import require_file
     from art_cli.runs.trajectory import ScoredTrajectory, by_group
 
-    if not path.is_file():
-        raise UsageError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    require_file(path)
     scored, first = [], dict[str, tuple[str, int]]()  # each claim of a line -> its value and the first line with it
     for line, each in read_numbered(path, ScoredTrajectory):
         group_id, index, size = each.group_id, each.index, each.group_size

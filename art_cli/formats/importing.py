@@ -58,8 +58,7 @@ class SourceRecord(NamedTuple):
 
 def records(path: Path) -> Iterator[SourceRecord]:
     """Yields a file's records. Raises UsageError for a missing file, and DataError for a completely unreadable one."""
-    if not path.is_file():
-        raise UsageError(f"{path}: {'not a file' if os.path.lexists(path) else 'no such file'}")
+    json_lines.require_file(path)
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"PK\x03\x04":

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from art_cli.runtime.errors import DataError, printable
+from art_cli.runtime.errors import DataError, UsageError, printable
 
 BUFFER = 2**18  # bytes per read; trajectory lines have kilobytes
 Record = TypeVar("Record")
@@ -61,6 +61,12 @@ def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> byte
     """Returns the bytes of a regular file of up to `max_bytes`. Raises OSError like `open_file`."""
     with open_file(path, within=within, max_bytes=max_bytes) as file:
         return file.read(max_bytes)
+
+
+def require_file(path: Path) -> None:
+    """Raises UsageError if the path is not a file."""
+    if not path.is_file():
+        raise UsageError(f"{path}: {'not a file' if os.path.lexists(path) else 'no such file'}")
 
 
 def is_inside(path: Path, within: Path | None) -> bool:

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import msgspec
 
 from art_cli.runs.durable import newer_schema
-from art_cli.runs.json_lines import Line, decode, is_torn, lines
+from art_cli.runs.json_lines import Line, decode, is_torn, lines, require_file
 from art_cli.runs.trajectory import MAX_GROUP_SIZE, SCHEMA_VERSION, Json, Trajectory
-from art_cli.runtime.errors import DataError, UsageError, printable
+from art_cli.runtime.errors import DataError, printable
 
 log = logging.getLogger(__name__)
 _OWN = msgspec.json.Decoder(Trajectory)
@@ -100,8 +100,7 @@ class TrajectoryFile:
     """
 
     def __init__(self, path: Path, *, group_by: str | None = None) -> None:
-        if not path.is_file():
-            raise UsageError(f"{path}: no such file")
+        require_file(path)
         self.path, self.group_by = path, group_by
         self.groups: dict[str, Group] = {}
         self._owners: dict[tuple[str, int], str] = {}  # (group, index) -> trajectory id
