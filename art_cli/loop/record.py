@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -46,7 +46,7 @@ def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
     if not run.checkpoint_steps():
         return loaded
     try:
-        record, recorded = run_config(run), recorded_dtype(run)
+        record = run_config(run)
     except DataError:
         return loaded  # check_record reports the damaged config.json
     model, length = loaded.config.model, record.get("model", {}).get("max_length")
@@ -54,7 +54,7 @@ def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
     past: dict[str, Any] = {}
     if model.dtype == "auto":
         newest = run.newest_checkpoint()
-        past["model.dtype"] = (newest[1].dtype if newest is not None else "") or recorded
+        past["model.dtype"] = (newest[1].dtype if newest is not None else "") or recorded_dtype(record)
     if model.max_length is None and reasons.get("max_length") is not None and isinstance(length, int):
         past["model.max_length"] = length
     if loaded.config.train.learning_rate == "auto" and record and isinstance(rate := _rate(record), float):
@@ -76,9 +76,9 @@ def follow(loaded: LoadedConfig, run: RunDir) -> LoadedConfig:
     return loaded
 
 
-def recorded_dtype(run: RunDir | None) -> str:
-    """Returns the dtype in the run's config.json; "" if missing, or left open by an older version."""
-    dtype = run_config(run).get("model", {}).get("dtype", "auto")
+def recorded_dtype(record: Mapping[str, Any]) -> str:
+    """Returns the dtype in a run's config.json; "" if missing, or left open by an older version."""
+    dtype = record.get("model", {}).get("dtype", "auto")
     return "" if dtype == "auto" else str(dtype)
 
 
@@ -112,8 +112,7 @@ def claim_config(run: RunDir, loaded: LoadedConfig) -> None:
     changes: list[dict[str, Any]] = []
     rollouts = _rollout_digests(loaded)
     if os.path.lexists(run.config_path):
-        old, changes = read_record(run)
-        known = _mapping(read_object(run.config_path, within=run.root).get("rollouts"))
+        old, changes, known = read_record(run)
         if changed := [name for name, digest in rollouts.items() if known.get(name, digest) != digest]:
             log.warning("%s changed; attempts that this run has played keep the rewards they got", ", ".join(changed))
         if (differences := _changes(old, new)) and run.checkpoint_steps():
@@ -136,10 +135,6 @@ def _rollout_digests(loaded: LoadedConfig) -> dict[str, str]:
     return {name: hash_file(file) for name, file in files.items() if file.is_file()}
 
 
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
 def _copy_drawing(run: RunDir, source: Path) -> None:
     """Copies the recipe's drawing of its states, which `art view` shows, into the run directory."""
     if source.is_file() and source.stat().st_size <= MAX_DRAWING:
@@ -155,7 +150,7 @@ def differences(run: RunDir, loaded: LoadedConfig) -> list[Change]:
     """Returns the keys whose values in the run's record would train differently."""
     if not os.path.lexists(run.config_path):
         return []
-    return _changes(read_record(run)[0], loaded.config.model_dump(mode="json"))
+    return _changes(read_record(run).config, loaded.config.model_dump(mode="json"))
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
@@ -175,8 +170,16 @@ def _refusal(run: RunDir, changes: Sequence[Change]) -> str:
     )
 
 
-def read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the run's configuration and its changes so far. Raises RunError if config.json is damaged.
+class Record(NamedTuple):
+    """The parts of config.json, as `claim_config` writes them."""
+
+    config: dict[str, Any]
+    changes: list[dict[str, Any]]
+    rollouts: dict[str, Any]  # file name -> digest
+
+
+def read_record(run: RunDir) -> Record:
+    """Returns the run's record. Raises RunError if config.json is damaged.
 
     Keys missing in an older version's record get their defaults.
     """
@@ -187,10 +190,10 @@ def read_record(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             raise DataError("'changes' is not a list", run.config_path)
     except DataError as error:
         raise RunError(f"{error}; {MEND_RECORD}") from error
-    for name in ("auto", "rollouts"):
-        record.pop(name, None)
+    record.pop("auto", None)
+    rollouts = record.pop("rollouts", None)
     if isinstance(train := record.get("train", {}), dict):
         record["train"] = train | {"learning_rate": _rate(record)}
     with contextlib.suppress(ValidationError):  # invalid values show up as differences
         record = RunConfig.model_validate(record).model_dump(mode="json")
-    return record, changes
+    return Record(record, changes, rollouts if isinstance(rollouts, dict) else {})

@@ -63,7 +63,7 @@ def replay(run: RunDir, loaded: LoadedConfig, links: list[Link]) -> Iterator[Rep
     if changes := differences(run, loaded):
         said = "; ".join(map(str, changes))
         raise UsageError(f"{run.config_path}: has other settings than {loaded.path}: {said}; use the run's settings")
-    if '"train.' in json.dumps(read_record(run)[1]):
+    if '"train.' in json.dumps(read_record(run).changes):
         raise UsageError(f"{run.config_path}: the run went on with other settings of train, and --replay has one set")
     if loaded.config.learner.weights == "server":
         raise UsageError(f"{run.root}: its weights are on a server, which --replay cannot compare")

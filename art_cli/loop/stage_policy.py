@@ -212,7 +212,7 @@ def home_of(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
 
 def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
     """Fills an open dtype with the dtype the policy was trained in."""
-    recorded = "" if source.base is not None else source.dtype or recorded_dtype(home_of(loaded, source))
+    recorded = "" if source.base is not None else source.dtype or recorded_dtype(run_config(home_of(loaded, source)))
     return decide_by_base(loaded, base, recorded=recorded)
 
 
