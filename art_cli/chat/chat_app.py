@@ -38,7 +38,7 @@ from art_cli.chat.proven_steps import POLICY_HEADER
 from art_cli.chat.reading import BODY_TIMEOUT_S, BodyLimit, RequestReader, read_body
 from art_cli.chat.replies import Choice, Chunk, Echo, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
-from art_cli.chat.wires import WIRES, Wire, Wires
+from art_cli.chat.wires import WIRES, Wire
 from art_cli.chat.wires.openai_responses import Memory
 from art_cli.runtime.state_key import NO_RECORD, RECORD_HEADER, STATE_HEADER, read_header
 from art_cli.runtime.threads import end
@@ -69,7 +69,6 @@ class AppSettings:
     Example: `AppSettings(body_limit=lambda: BodyLimit(2**20), is_processed=True)`
     """
 
-    wires: Wires = WIRES
     refuse_key: Callable[[str | None], ChatError] = wrong_key  # returns the error for an unknown key
     body_limit: Callable[[], BodyLimit] = BodyLimit  # called for each request
     body_timeout_s: float = BODY_TIMEOUT_S
@@ -174,7 +173,7 @@ def build_app(backend_for: BackendFor, settings: AppSettings | None = None, *, m
     routes = _Routes(backend_for, settings)
     app = Starlette(
         routes=[
-            *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in settings.wires),
+            *(Route(wire.path, partial(routes.answer, wire), methods=["POST"]) for wire in WIRES),
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
             Route(HEALTH, _health, methods=["GET"]),
@@ -255,7 +254,7 @@ class _Routes:
 
     def authenticate(self, http: HttpRequest) -> tuple[str | None, Backend]:
         """Returns the client's key and backend. Raises ChatError for an unknown key."""
-        key = self.settings.wires.key(http.scope["path"], http.headers)
+        key = WIRES.key(http.scope["path"], http.headers)
         backend = self.backend_for(key)
         if backend is None:
             raise self.settings.refuse_key(key)
@@ -265,7 +264,7 @@ class _Routes:
 
     async def refuse(self, http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ChatError), error
-        return error_response(error, self.settings.wires.at(http.scope["path"], http.headers))
+        return error_response(error, WIRES.at(http.scope["path"], http.headers))
 
     async def refuse_route(self, http: HttpRequest, error: Exception) -> Response:
         """Handles unknown paths and methods. Clients without a valid key get the usual refusal."""

@@ -29,12 +29,10 @@ class GroupPlace(NamedTuple):
     scenario: Json
 
 
-def plan_groups(
-    scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s", temperature: float | None = None
-) -> list[RolloutPlan]:
+def plan_groups(scenarios: Sequence[Json], *, step: int, group_size: int, prefix: str = "s") -> list[RolloutPlan]:
     """Like `plan_places`, without sources."""
     places = [GroupPlace("", scenario) for scenario in scenarios]
-    return plan_places(places, step=step, group_size=group_size, prefix=prefix, temperature=temperature)
+    return plan_places(places, step=step, group_size=group_size, prefix=prefix)
 
 
 def plan_places(

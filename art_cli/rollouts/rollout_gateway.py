@@ -39,7 +39,7 @@ from art_cli.chat.http_server import serve
 from art_cli.chat.proven_steps import ProvenSteps
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling, cap_tokens, demands_format, force_sampling, with_defaults
-from art_cli.chat.wires import WIRES, Wires
+from art_cli.chat.wires import WIRES
 from art_cli.rollouts.call_counts import CallCounts
 from art_cli.rollouts.peers import Peers
 from art_cli.rollouts.recorder import Attempted, Recorded, Recorder, Retries
@@ -93,7 +93,6 @@ class Gateway:
         max_turns: int,
         is_forced: bool = False,
         enforces_formats: bool = True,
-        wires: Wires = WIRES,
         on_first_reply: Callable[[], None] | None = None,
     ) -> None:
         """`is_forced` replaces the temperature, top_p, and top_k of each call by the defaults, and refuses penalties
@@ -117,10 +116,9 @@ class Gateway:
         self._defaults = defaults
         self._backends: dict[str, RecordingBackend] = {}  # key -> open rollout
         self.peers = Peers()  # CommandRollout registers its programs here
-        self.wires = wires
         app = build_app(
             lambda key: self._backends.get(key or ""),
-            AppSettings(wires=wires, refuse_key=_unknown_key, policy_of=lambda name: self.proven.newest),
+            AppSettings(refuse_key=_unknown_key, policy_of=lambda name: self.proven.newest),
         )
         self.app = KeyOwnerMiddleware(app, self)
 
@@ -190,7 +188,7 @@ class Gateway:
         return key
 
     def key_of(self, scope: Scope) -> str | None:
-        return self.wires.key(scope["path"], Headers(scope=scope))
+        return WIRES.key(scope["path"], Headers(scope=scope))
 
     async def check_caller(self, scope: Scope) -> bool:
         """Returns False if another attempt's program makes this call, and marks that attempt's record."""
@@ -229,7 +227,7 @@ class KeyOwnerMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not await self._gateway.check_caller(scope):
-            wire = self._gateway.wires.at(scope["path"], Headers(scope=scope))
+            wire = WIRES.at(scope["path"], Headers(scope=scope))
             refusal = error_response(wrong_key(self._gateway.key_of(scope)), wire)
             await refusal(scope, receive, send)
         else:

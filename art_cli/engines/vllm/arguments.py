@@ -98,23 +98,23 @@ class VllmFacts(msgspec.Struct, kw_only=True, frozen=True):
         return f"{self.python} -m pip install vllm-bnb-plugin"
 
 
-def find_vllm(python: Path | None = None, *, timeout_s: float = PROBE_DEADLINE_S) -> VllmFacts:
+def find_vllm(python: Path | None = None) -> VllmFacts:
     """Returns the facts about a Python's vLLM, by default this Python's. Failures are stored in `error`."""
     program = str(python or sys.executable)
     try:
-        done = _run([program, "-c", PROGRAM], child_environment(), timeout_s)
+        done = _run([program, "-c", PROGRAM], child_environment())
         return msgspec.convert({"python": program, **msgspec.json.decode(_last_line(done.stdout))}, VllmFacts)
     except subprocess.TimeoutExpired:
-        return VllmFacts(python=program, error=f"importing vLLM took longer than {timeout_s:.0f} s")
+        return VllmFacts(python=program, error=f"importing vLLM took longer than {PROBE_DEADLINE_S:.0f} s")
     except OSError as error:
         return VllmFacts(python=program, error=f"it cannot be run: {error.strerror}")
     except msgspec.MsgspecError:
         return VllmFacts(python=program, error=f"exit status {done.returncode}: {_last_line(done.stderr)}")
 
 
-def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
-    return subprocess.run(command, env=env, timeout=timeout_s, **streams)
+    return subprocess.run(command, env=env, timeout=PROBE_DEADLINE_S, **streams)
 
 
 def _last_line(text: str) -> str:
@@ -126,9 +126,7 @@ def own_server(engine: object) -> VllmEngineConfig | None:
     return engine if isinstance(engine, VllmEngineConfig) and engine.base_url is None else None
 
 
-def free_share(
-    python: Path, num: int, environment: Mapping[str, str], *, timeout_s: float = PROBE_DEADLINE_S
-) -> float | None:
+def free_share(python: Path, num: int, environment: Mapping[str, str]) -> float | None:
     """Returns the largest memory share that vLLM can use on every one of the leading `num` GPUs.
 
     Returns None if torch in that Python reports nothing, in which case vLLM cannot start either. A child process
@@ -136,7 +134,7 @@ def free_share(
     """
     own = {name: value for name, value in environment.items() if name not in NOT_INHERITED}
     try:
-        done = _run([str(python), "-c", MEMORY_PROGRAM, str(num)], own, timeout_s)
+        done = _run([str(python), "-c", MEMORY_PROGRAM, str(num)], own)
         memory = msgspec.json.decode(_last_line(done.stdout), type=list[tuple[int, int]])
     except (subprocess.TimeoutExpired, OSError, msgspec.MsgspecError):
         return None

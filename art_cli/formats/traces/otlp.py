@@ -83,14 +83,7 @@ def headers_from(environment: Mapping[str, str]) -> dict[str, str]:
 class OtlpSender:
     """Sends spans to one receiver. Not thread-safe."""
 
-    def __init__(
-        self,
-        url: str,
-        headers: Mapping[str, str] | None = None,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        resource: Mapping[str, Value] | None = None,
-    ) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
         """Raises UsageError if opentelemetry-proto is not installed."""
         try:
             from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
@@ -99,7 +92,7 @@ class OtlpSender:
         self._messages = trace_service_pb2
         self.poster = Poster(url, {**(headers or {}), "content-type": "application/x-protobuf"}, timeout_s=timeout_s)
         self._version = version("art-cli")
-        self._resource = {"service.name": "art", "service.version": self._version, **(resource or {})}
+        self._resource = {"service.name": "art", "service.version": self._version}
 
     def send(self, spans: Iterable[Span]) -> int:
         """Returns the number of accepted spans. Raises DeliveryError unless all spans were accepted."""

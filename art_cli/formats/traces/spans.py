@@ -438,11 +438,11 @@ def parsed(arguments: str) -> Any:
     return arguments if is_deep(value, MAX_DEPTH) else value
 
 
-def shortened(text: str, limit: int = MAX_TEXT) -> str:
-    """Cuts the middle out of texts longer than `limit` and inserts the number of omitted characters."""
-    if len(text) <= limit:
+def shortened(text: str) -> str:
+    """Cuts the middle out of texts longer than MAX_TEXT and inserts the number of omitted characters."""
+    if len(text) <= MAX_TEXT:
         return text
-    half = limit // 2
+    half = MAX_TEXT // 2
     return f"{text[:half]}\n[{len(text) - 2 * half} characters omitted]\n{text[-half:]}"
 
 

@@ -21,7 +21,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -53,7 +53,7 @@ class Conversation:
     def __init__(self, recorder: JournaledRecorder, backend: RecordingBackend, now: float) -> None:
         self.recorder, self.backend = recorder, backend
         self.about = recorder.about
-        self.last_at = now  # time on the clock of Conversations
+        self.last_at = now  # by time.monotonic()
         self.num_in_flight = 0
         self.is_attached = True  # False: accepts no more calls, because it has ended or is too large
         self.num_counted = 0  # bytes of this conversation included in the total
@@ -65,16 +65,8 @@ class Conversation:
 class Conversations:
     """All clients' open conversations, longest idle first."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        journal: Journal,
-        redactor: Redactor,
-        config: GatewayConfig,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._gateway, self._journal, self._redactor = gateway, journal, redactor
-        self._config, self._clock = config, clock
+    def __init__(self, gateway: Gateway, journal: Journal, redactor: Redactor, config: GatewayConfig) -> None:
+        self._gateway, self._journal, self._redactor, self._config = gateway, journal, redactor, config
         self.open: OrderedDict[str, Conversation] = OrderedDict()  # id -> conversation
         self.num_bytes = 0
         self._named: dict[tuple[str, str], Conversation] = {}
@@ -121,7 +113,7 @@ class Conversations:
 
     def end_idle(self) -> None:
         """Ends conversations after the idle time."""
-        now = self._clock()
+        now = time.monotonic()
         for conversation in list(self.open.values()):
             if now - conversation.last_at >= self._config.idle_s and not conversation.num_in_flight:
                 self._end(conversation)
@@ -168,7 +160,7 @@ class Conversations:
     def _open(self, about: About) -> Conversation:
         recorder = JournaledRecorder(about, self._redactor, self._journal.append)
         backend = RecordingBackend(self._gateway, about.id, Sampling(), recorder, group_id=about.id)
-        conversation = Conversation(recorder, backend, self._clock())
+        conversation = Conversation(recorder, backend, time.monotonic())
         recorder.on_call = partial(self._note, conversation)
         self.open[about.id] = conversation
         if about.name is not None:
@@ -179,7 +171,7 @@ class Conversations:
         first, last = entries[0], entries[-1]
         conversation = self._open(About(first.conversation, first.client, first.name, first.scenario))
         conversation.recorder.replay(entries, conversation.backend.remember)
-        conversation.last_at = self._clock() - max(0.0, time.time() - last.at)
+        conversation.last_at = time.monotonic() - max(0.0, time.time() - last.at)
         self._count(conversation)
 
     def _note(self, conversation: Conversation, request: Request, recorded: Recorded) -> None:
@@ -201,7 +193,7 @@ class Conversations:
     def _touch(self, conversation: Conversation) -> None:
         """Records that a call has ended, and makes room."""
         recorder = conversation.recorder
-        conversation.last_at = self._clock()
+        conversation.last_at = time.monotonic()
         if recorder.has_foreign_replies and not self._is_text_only_told:
             self._is_text_only_told = True
             log.warning(
