@@ -4,7 +4,7 @@
       claim_run.py       checks: configuration, data, the run directory's lock, the run's record
       open_run.py        opens judges, model, learner, policy, engine and agent -> Run
         decide.py        decides open configuration values and writes config.json
-        run_policy.py, running_learner.py, run_writer.py    weights; learner processes; checkpoints and metrics
+        running_learner.py, run_writer.py    learner processes; checkpoints and metrics
     engine_choice.py, gpu_fit.py    `engine: auto`; decisions by GPU memory
     references.py        checks that named files, functions and hosts exist
     record.py            config.json: the run's configuration and its changes

@@ -13,30 +13,34 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import RunConfig
+from art_cli.config.schema import GrpoConfig, RunConfig
+from art_cli.engines import EngineTraits
 from art_cli.judges import Judge
 from art_cli.judges.costs import Payer
 from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.judges.source_judges import make_judges
-from art_cli.learners import Learner, make_learner
+from art_cli.learners import Learner, describe_processes, has_own_weights, load_policy, make_learner
 from art_cli.loop.batches import Batches
 from art_cli.loop.claim_run import Claim, RunData
-from art_cli.loop.decide import decide
+from art_cli.loop.decide import Decided, computes_here, decide, describe
 from art_cli.loop.interrupts import Interrupts, resume_command
-from art_cli.loop.policy_sampler import Sampler, open_sampler
-from art_cli.loop.run_policy import describe_run, engine_weights, find_origin, load_run_policy, shares_weights
+from art_cli.loop.policy_sampler import Sampler, open_sampler, read_origin
 from art_cli.loop.run_writer import RunWriter, find_start
 from art_cli.loop.running_learner import running_learner
 from art_cli.loop.source_mix import SourceMix
 from art_cli.loop.stop_rules import RunMeter, StopRules
-from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.policy_spec import PolicySpec, read_spec, spec_of
+from art_cli.models.weights import Weights, clone_trainable, count_parameters
 from art_cli.reports.findings import RunWatch
 from art_cli.reports.pages.panel import RunPanel
 from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
 from art_cli.rollouts.rollout_runner import begin_rollouts
 from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.history import is_comparable, read_history
+from art_cli.runs.manifest import Origin
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, NoMirror
 from art_cli.runtime import log as logs
@@ -94,14 +98,14 @@ async def open_run(claim: Claim, *, resume_hint: str | None = None) -> AsyncIter
         startup.reached("data")
         decided = decide(claim.loaded, files, startup)
         loaded, config = decided.loaded, decided.loaded.config
-        policy, weights = load_run_policy(decided)
+        policy, weights = _load_policy(decided)
         startup.reached("model")
         learner = make_learner(config, weights or policy, directory=loaded.directory, logs=files.logs)
         if learner.payer is not None:
             payers.append(learner.payer)
             _check_prices(loaded, [learner.payer])
         startup.reached("learner")
-        log.info("%s", describe_run(loaded, policy, weights))
+        log.info("%s", _described(loaded, policy, weights))
         trackers = open_trackers(config, files.root, loaded.directory)
         panel = RunPanel(config.name, num_steps=config.train.steps)
         hint = resume_hint or f"continue with: {resume_command(loaded, files)}"
@@ -111,19 +115,19 @@ async def open_run(claim: Claim, *, resume_hint: str | None = None) -> AsyncIter
         for part in (trackers, shadows, judge):
             stack.push_async_callback(part.close)
         await stack.enter_async_context(running_learner(learner, config, policy, interrupts))
-        origin = await find_origin(config, policy)
+        origin = await _find_origin(config, policy)
         writer = RunWriter(config, files, policy, origin, learner, trackers, claim.mirror, interrupts)
         first = await find_start(writer, loaded, data)
         interrupts.stop_if_any()
         startup.reached("first checkpoint and warm-up")
         opening = open_sampler(
             loaded,
-            engine_weights(config, decided.traits, weights) or policy,
+            _engine_weights(config, decided.traits, weights) or policy,
             checkpoint=files.checkpoint_path(first),
             step=first,
             origin=origin,
             logs=files.logs,
-            shares_weights=shares_weights(config),
+            shares_weights=_shares_weights(config),
             begun=begun,
             on_first_reply=partial(startup.end, "first reply"),
         )
@@ -183,3 +187,62 @@ def _check_prices(loaded: LoadedConfig, payers: Sequence[Payer]) -> None:
         if rule.usd is not None and unpriced:
             key, cure = f"stop.{number}.usd", "set its price, or take the rule out"
             raise ConfigError([Problem(key, loaded.places.of(key), f"no price is known for {unpriced[0]}; {cure}")])
+
+
+# --- the policy -------------------------------------------------------------------------------------------------------
+
+
+def _load_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None]:
+    """Returns the policy's spec, and its weights if this process needs them; (None, None) if the engine brings its
+    model."""
+    config, base = decided.loaded.config, decided.base
+    if base is None:
+        return None, None
+    if computes_here(config, decided.traits):
+        weights = load_policy(config, base)
+        return spec_of(weights), weights
+    learner, is_remote = config.learner, config.learner.weights == "server"
+    spec = read_spec(config.model, base, device=None if is_remote else learner.device, is_remote=is_remote)
+    return msgspec.structs.replace(spec, learner_gpus=learner.processes), None
+
+
+async def _find_origin(config: RunConfig, policy: PolicySpec | None) -> Origin | None:
+    """Returns the origin of all the run's policies; None for prompts."""
+    if policy is None or not config.learner.trains_weights:
+        return None
+    return await read_origin(policy)
+
+
+def _shares_weights(config: RunConfig) -> bool:
+    """Returns True if engine and learner take turns with one copy of the weights (on-policy)."""
+    return config.train.max_staleness == 0 and not has_own_weights(config)
+
+
+def _engine_weights(config: RunConfig, traits: EngineTraits, weights: Weights | None) -> Weights | None:
+    """Returns the engine's copy of the weights, if the engine computes in this process."""
+    if weights is None or traits.weights != "here":
+        return None
+    return weights if has_own_weights(config) or _shares_weights(config) else clone_trainable(weights)
+
+
+def _described(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights | None) -> str:
+    config = loaded.config
+    if policy is None or not config.learner.trains_weights:
+        return f"{config.name}: {config.model.base} with a prompt; {describe(loaded)}"
+    why = {name: f" (auto: {reason})" for name, reason in loaded.auto.items()}
+    rate = f"learning rate {config.train.rate:g}{why.get('learning_rate', '')}"
+    if config.train.kl_bound is not None:
+        rate += f"; a step's KL at most {config.train.kl_bound:g}{why.get('max_kl', '')}"
+    if isinstance(config.learns_by, GrpoConfig) and config.learns_by.baseline == "shrunk":
+        rate += f"; baseline shrunk{why.get('baseline', '')}"
+    what = config.model.base
+    if weights is not None:
+        size = count_parameters(weights.model)
+        what += f", {size.whole / 1e6:.3g}M parameters, {size.trained / 1e6:.3g}M trained"
+    engine, learner = config.engine, config.learner.name
+    names = f"engine {engine.title}, learner {learner} on {policy.learner_device}"
+    if engine.server is not None:
+        names = f"engine {engine.title}, learner {learner} at {engine.server[0]}"
+    elif has_own_weights(config):
+        names += f" in {describe_processes(config)}"
+    return f"{config.name}: {what}; {names}; {rate}"
