@@ -9,8 +9,7 @@ a judge cannot score a group, it raises JudgeError and the group stays owed.
     providers/       clients for judge models, with retries
     costs.py         usage, prices, estimates, budget
     retirement.py    shutdown dates of hosted models
-    judge_groups.py  judges one group, or many concurrently
-    extra_votes.py   extra rounds of votes for noisy groups
+    judge_groups.py  judges one group, or many concurrently; extra rounds of votes for noisy groups
     trial.py         API keys, and the trial question of `art check`
     shadow_judges.py extra judges whose scores are recorded but not trained on
     files/           judges a file into another file, with resume

@@ -19,8 +19,7 @@ from art_cli.config.schema import (
 )
 from art_cli.judges import Judge, Verdict, make_judge, settings_of
 from art_cli.judges.blend import BlendJudge
-from art_cli.judges.extra_votes import ask_extra_rounds, is_hidden
-from art_cli.judges.judge_groups import judge_group
+from art_cli.judges.judge_groups import ask_extra_rounds, is_hidden, judge_group
 from art_cli.judges.reliability import error_variance, is_left_out
 from art_cli.judges.rollout_judge import RolloutJudge
 from art_cli.judges.ruler.ruler_judge import RulerJudge
