@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from art_cli.chat.chat_errors import ChatError, invalid
-from art_cli.runtime.processes.plain_json import is_deep
+from art_cli.runtime.processes.plain_json import MAX_CHAT_DEPTH, is_deep
 from art_cli.runtime.worker_pool import Crowded, Overran, WorkerPool
 
 Json = dict[str, Any]
@@ -24,7 +24,6 @@ BODY_TIMEOUT_S = 60.0  # longest wait for a client to send its whole request
 MAX_DISCARDED = 64 * 2**20  # bytes of a refused body that are discarded so that the client can read the answer
 WAIT_S = 60.0  # longest wait for the reading thread
 READ_S = 20.0  # longest time to parse a request; a prompt of a million tokens takes 5 s
-MAX_DEPTH = 64  # levels of nested JSON; a tool's schema nests 10 to 20 deep
 MAX_NODES = 50_000  # brackets and colons outside of strings; creating this many objects takes 0.03 s
 MAX_VALUES = 1_200_000  # commas outside a body's strings, as between a million token ids; making them takes 0.06 s
 _SLICE = 2**20  # bytes per scan
@@ -106,8 +105,8 @@ def decode_object(body: bytes) -> Json:
         raise invalid(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise invalid("the body must be a JSON object")
-    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_deep(fields, MAX_DEPTH):
-        raise invalid(f"the body is nested more than {MAX_DEPTH} deep")
+    if body.count(b"{") + body.count(b"[") > MAX_CHAT_DEPTH and is_deep(fields, MAX_CHAT_DEPTH):
+        raise invalid(f"the body is nested more than {MAX_CHAT_DEPTH} deep")
     return fields
 
 

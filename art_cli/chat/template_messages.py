@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 from art_cli.chat.chat_errors import invalid
-from art_cli.chat.reading import MAX_DEPTH, check_size
+from art_cli.chat.reading import check_size
 from art_cli.chat.requests import Json, prompt_text
-from art_cli.runtime.processes.plain_json import is_deep
+from art_cli.runtime.processes.plain_json import MAX_CHAT_DEPTH, is_deep
 
 
 def keeps_text(template: str) -> bool:
@@ -48,6 +48,6 @@ def _read_arguments(arguments: str) -> Any:
     """Returns the parsed JSON. Raises ValueError if it is invalid or nested deeply."""
     check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
     read = json.loads(arguments)
-    if isinstance(read, dict | list) and is_deep(read, MAX_DEPTH):
+    if isinstance(read, dict | list) and is_deep(read, MAX_CHAT_DEPTH):
         raise ValueError("nested too deeply")
     return read

@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-from art_cli.chat.reading import MAX_DEPTH
 from art_cli.formats.imported_attempt import plain_message, plain_tool
 from art_cli.runtime.errors import one_line
-from art_cli.runtime.processes.plain_json import is_deep
+from art_cli.runtime.processes.plain_json import MAX_CHAT_DEPTH, is_deep
 
 Json = dict[str, Any]
 
@@ -62,8 +61,8 @@ class Transcript(msgspec.Struct, kw_only=True):
         self.messages = [_message(row, place) for place, row in enumerate(rows, 1)]
         functions = [{"type": "function", "function": each} for each in _list(self.functions, "functions")]
         self.tools = [plain_tool(each) for each in _list(self.tools, "tools") or functions]
-        if is_deep([self.messages, self.tools], MAX_DEPTH):
-            raise ValueError(f"its messages or tools are nested more than {MAX_DEPTH} levels deep")
+        if is_deep([self.messages, self.tools], MAX_CHAT_DEPTH):
+            raise ValueError(f"its messages or tools are nested more than {MAX_CHAT_DEPTH} levels deep")
         if not any(message["role"] == "assistant" for message in self.messages):
             raise ValueError("no assistant message to learn from")
         if not any(is_learned(message) for message in self.messages):
@@ -130,8 +129,8 @@ def _check_arguments(function: Json) -> None:
         raise ValueError(f"{name} are not a JSON object: {error}") from None
     if not isinstance(arguments, dict):
         raise ValueError(f"{name} are not a JSON object")
-    if is_deep(arguments, MAX_DEPTH):
-        raise ValueError(f"{name} are nested more than {MAX_DEPTH} levels deep")
+    if is_deep(arguments, MAX_CHAT_DEPTH):
+        raise ValueError(f"{name} are nested more than {MAX_CHAT_DEPTH} levels deep")
 
 
 def _decode(text: str) -> Any:

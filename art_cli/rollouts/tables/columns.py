@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from art_cli.runtime.errors import DataError, printable
-from art_cli.runtime.processes.plain_json import is_deep
+from art_cli.runtime.processes.plain_json import MAX_CHAT_DEPTH, is_deep
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,6 @@ Json = dict[str, Any]
 MAX_ROWS = 1_000_000  # same limit as for functions
 MAX_CELL = 16 * 2**20  # maximum characters of a cell; a million tokens of text are about 4 million characters
 MAX_BYTES = 2 * 2**30  # maximum bytes of all scenarios as JSON, because scenarios stay in memory
-MAX_DEPTH = 64  # nesting levels of a scenario; Python's json stops at several hundred
 MAX_LISTED = 12  # maximum columns named in an error
 
 
@@ -121,8 +120,8 @@ def check_id(id: object, source: object, line: int | None = None) -> None:
 
 def check_depth(scenario: Json, source: object, line: int | None = None) -> None:
     """Raises DataError for a scenario with too many nesting levels."""
-    if is_deep(scenario, MAX_DEPTH):
-        raise DataError(f"nested deeper than {MAX_DEPTH} levels", source, line)
+    if is_deep(scenario, MAX_CHAT_DEPTH):
+        raise DataError(f"nested deeper than {MAX_CHAT_DEPTH} levels", source, line)
 
 
 def brief(value: object) -> str:

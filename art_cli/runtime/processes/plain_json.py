@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 MAX_DEPTH = 200  # maximum nesting of lists and objects; Python versions have different json limits
+MAX_CHAT_DEPTH = 64  # maximum nesting of requests, transcripts and scenarios; a tool's schema nests 10 to 20 deep
 
 
 def dump(value: Any) -> bytes:
