@@ -26,9 +26,9 @@ from art_cli.models.weights import Weights
 from art_cli.runs.manifest import (
     MANIFEST,
     Manifest,
+    digest_of,
     is_built,
     new_checkpoint,
-    policy_digest,
     read_manifest,
     verify_checkpoint,
 )
@@ -113,7 +113,7 @@ def _sampler_in(run: RunDir, turn: Turn) -> Path | None:
     for step in sorted(run.checkpoint_steps(), key=lambda step: step != turn.step):
         with contextlib.suppress(CheckpointError):
             manifest = verify_checkpoint(run.checkpoint_path(step))
-            digest = "" if manifest.origin is None else policy_digest(manifest.origin, manifest.files)
+            digest = digest_of(manifest)
             if digest == turn.policy if digest and turn.policy else step == turn.step:
                 return run.checkpoint_path(step)
     return None
