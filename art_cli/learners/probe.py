@@ -41,7 +41,7 @@ def measure_probe(weights: Weights, score: Score, before: Probe | None = None) -
 
 def _score_twice(weights: Weights, score: Score, tokens: list[int]) -> tuple[list[float], list[float]]:
     scores = score(tokens)
-    with rounded_otherwise(_bare(weights), weights.dtype):
+    with rounded_otherwise(weights.inner_model, weights.dtype):
         rounded = score(tokens)
     return [round(each, DIGITS) for each in scores], [round(each, DIGITS) for each in rounded]
 
@@ -49,7 +49,7 @@ def _score_twice(weights: Weights, score: Score, tokens: list[int]) -> tuple[lis
 @torch.no_grad()
 def own_text(weights: Weights, *, seed: int = 0) -> list[int]:
     """Returns token ids sampled from the model at temperature 1: the concatenated beginnings of several chats."""
-    model, draw = _bare(weights), torch.Generator().manual_seed(seed)
+    model, draw = weights.inner_model, torch.Generator().manual_seed(seed)
     # Unsloth's models need a cache class other than transformers'
     has_cache = model.forward.__module__.startswith("transformers")
     num = min(NUM_TOKENS_FLOAT32 if weights.dtype == torch.float32 else NUM_TOKENS, weights.max_length - 1)
@@ -65,7 +65,3 @@ def own_text(weights: Weights, *, seed: int = 0) -> list[int]:
         ids = torch.multinomial(output.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
         text = torch.cat([text, ids], 1)
     return [*first, *text[:, len(first) :].flatten().tolist()][:num]
-
-
-def _bare(weights: Weights) -> Any:
-    return weights.model.get_base_model() if weights.has_adapter else weights.model

@@ -41,6 +41,11 @@ class Weights:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def inner_model(self) -> Any:
+        """The transformers model, whose layers include the adapter."""
+        return self.model.get_base_model() if self.has_adapter else self.model
+
+    @property
     def vocabulary(self) -> int:
         """The number of token ids, also for multimodal models."""
         return int(self.model.config.get_text_config().vocab_size)

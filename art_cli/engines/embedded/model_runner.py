@@ -50,7 +50,7 @@ class ForwardRunner:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.cache = SlotCache()
-        self._model = weights.model.get_base_model() if weights.has_adapter else weights.model
+        self._model = weights.inner_model
         _check_supported(self._model)
         _register()
         costs = Costs.of(self.bytes_per_token() // self._model.config.num_hidden_layers)

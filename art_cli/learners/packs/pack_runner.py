@@ -82,7 +82,7 @@ class PackRunner:
         self.weights, self.config = weights, config
         self.ranks = ranks or Ranks()
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS.get(weights.device.type, 1024)
-        self.model = weights.model.get_base_model() if weights.has_adapter else weights.model
+        self.model = weights.inner_model
         self._is_small = weights.device.type == "cpu" and count_parameters(weights.model).whole < SMALL
         self.can_pack: bool | None = None  # None before packing_check.py has decided
         self.value_head: ValueHead | None = None  # set by a critic; scores then include values

@@ -169,7 +169,7 @@ def make_learner(job: "Job") -> "TorchLearner":
     # loaded on the CPU, so the GPU never holds more than one layer plus its shard
     weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
     mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)
-    shard(weights.model.get_base_model() if weights.has_adapter else weights.model, mesh)
+    shard(weights.inner_model, mesh)
     weights.device = device
     return TorchLearner(weights, job.setup, ranks=FsdpRanks())
 

@@ -175,7 +175,7 @@ def _empty_classifier(weights: Weights) -> Any:
     """Returns the architecture's sequence classification without tensors."""
     import transformers
 
-    model = weights.model.get_base_model() if weights.has_adapter else weights.model
+    model = weights.inner_model
     config = copy.deepcopy(model.config)
     config.num_labels, config.pad_token_id = 1, weights.tokenizer.pad_token_id or weights.tokenizer.eos_token_id
     with loading(weights.base, f"the base model {weights.base}"), torch.device("meta"):
