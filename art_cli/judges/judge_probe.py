@@ -259,7 +259,10 @@ class PanelTable:
     def __init__(self, groups: Sequence[Repeats], names: Sequence[str]) -> None:
         attempts = [attempt for group in groups for judged in group for attempt in judged]
         self.names = names  # [M]
-        self.groups = [np.array([[_member_scores(each) for each in judged] for judged in group]) for group in groups]
+        self.groups = [
+            np.array([[[score.score for score in each.scores] for each in judged] for judged in group])
+            for group in groups
+        ]
         self.costs = [sum(each.scores[at].cost_usd or 0.0 for each in attempts) for at in range(len(names))]  # [M]
         scores = np.concatenate([group.reshape(-1, len(names)) for group in self.groups])
         self.is_finite = bool(np.isfinite(scores).all())
@@ -285,10 +288,6 @@ class PanelTable:
             if (found := self.agree(subset)) and found.value >= bound:
                 return [self.names[at] for at in subset]
         return []
-
-
-def _member_scores(attempt: ScoredTrajectory) -> list[float]:
-    return [score.score for score in attempt.scores]
 
 
 def _panel(groups: Sequence[Repeats]) -> tuple[dict[str, Measure | None], list[str]]:

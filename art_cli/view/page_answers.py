@@ -40,7 +40,7 @@ from art_cli.view.group_rows import (
     words_of,
 )
 from art_cli.view.index import Index, IndexedStep, Split
-from art_cli.view.records import feedback_on, learned_numbers, read_record, read_records
+from art_cli.view.records import feedback_on, learned_numbers, read_record
 from art_cli.view.rows import IndexRow, number_of
 from art_cli.view.segments import TokenTexts, find_tokenizer, show_turns
 from art_cli.view.sources import Sources, ViewSource
@@ -359,7 +359,7 @@ class Answers:
         names = step.names()
         place = names.index(group.id)
         rows = group.rows[:MAX_ATTEMPTS]
-        records = read_records(step, rows)
+        records = [read_record(step, row) for row in rows]
         return {
             "group_id": group.id,
             "label": group.label,

@@ -4,7 +4,6 @@ Unreadable lines are shown as errors. The learner's numbers are in step_0003/lea
 """
 
 import contextlib
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,12 +73,8 @@ def _places(path: Path, size: int, within: Path | None) -> dict[str, tuple[int, 
     return found
 
 
-def read_records(step: IndexedStep, rows: Sequence[IndexRow]) -> list[ScoredTrajectory]:
-    """Returns the rows' trajectories, with id, group and position from the index."""
-    return [read_record(step, row) for row in rows]
-
-
 def read_record(step: IndexedStep, row: IndexRow) -> ScoredTrajectory:
+    """Returns the row's trajectory, with id, group and position from the index."""
     try:
         record = _read(step, row)
     except OSError as error:

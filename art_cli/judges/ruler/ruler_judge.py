@@ -45,11 +45,12 @@ from art_cli.judges.ruler import votes
 from art_cli.judges.ruler.group import JudgedGroup, read_group
 from art_cli.judges.ruler.prompt import JudgePrompt, read_instructions, schema, write_prompt
 from art_cli.judges.ruler.verdict import Entry, VerdictError, parse_verdict
-from art_cli.judges.ruler.verdict_cache import StoredVote, VerdictCache, patiently, user_cache_path
+from art_cli.judges.ruler.verdict_cache import StoredVote, VerdictCache, patiently
 from art_cli.judges.ruler.votes import AffineMap
 from art_cli.judges.trial import require_keys
 from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, Trajectory
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
+from art_cli.runtime.scratch import user_cache
 from art_cli.runtime.secrets import find_secrets, load_environment
 
 log = logging.getLogger(__name__)
@@ -452,7 +453,7 @@ def _panel(config: RulerJudgeConfig) -> list[PanelMemberConfig]:
 def _cache_path(config: RulerJudgeConfig, directory: Path) -> Path | None:
     if config.cache is None:
         return None
-    return user_cache_path() if config.cache == "user" else directory / Path(config.cache).expanduser()
+    return user_cache() / "verdicts.sqlite" if config.cache == "user" else directory / Path(config.cache).expanduser()
 
 
 def _check_prices(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig]) -> None:

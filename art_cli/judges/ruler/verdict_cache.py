@@ -19,7 +19,7 @@ import msgspec
 from art_cli.judges.costs import Spent, Usage
 from art_cli.judges.ruler.verdict import Entry
 from art_cli.runtime.errors import JudgeStopped, UsageError
-from art_cli.runtime.scratch import make_directory, owner_only, user_cache
+from art_cli.runtime.scratch import make_directory, owner_only
 
 _SCHEMA = """
 create table if not exists verdicts (key text primary key, value blob not null, at real not null);
@@ -180,8 +180,3 @@ def _line(error: Exception) -> str:
 def _storable(text: str) -> str:
     """Replaces lone surrogates, which SQLite rejects."""
     return text.encode("utf-8", "replace").decode()
-
-
-def user_cache_path() -> Path:
-    """`art/verdicts.sqlite` in the user's cache directory (XDG)."""
-    return user_cache() / "verdicts.sqlite"
