@@ -11,6 +11,11 @@ A side is one of SIDES, settings of `art train` with spaces between them, or `tr
     group       the same, compared with the group alone
     large       steps of 8 groups of 8, compared with the group alone: the default before
     before      the same with advantages divided by the deviation and no bound on a step: the default before it
+    warm        the default after imitating the best of the base's first 64 attempts
+    risk        exponential rewards (ideas.py), in groups of two (pairs), or with a wide clip
+    ppo         16 scenarios played once each, with a critic
+    gigpo       credit by step
+    oapl        OAPL (ideas.py)
     trl         TRL's GRPOTrainer with steps of 8 groups of 8, each trained on four times
     trl small   the same with the default's steps
 
@@ -59,19 +64,18 @@ WINDOW = 64  # attempts over which a reward is averaged
 LARGE = ("rollout.group_size=8", "rollout.groups_per_step=8")
 PAIRS = ("rollout.group_size=2", "rollout.groups_per_step=8")
 ALONE = ("rollout.group_size=1", "rollout.groups_per_step=16")
-RISK = f"algorithm={{entry: {ROOT}/benchmarks/learning/ideas.py:RiskSeeking, options: {{clip: CLIP}}}}"
-OAPL = f"algorithm={{entry: {ROOT}/benchmarks/learning/ideas.py:Oapl}}"
+IDEAS = f"algorithm.entry={ROOT / 'benchmarks' / 'learning' / 'ideas.py'}"
+RISK = f"{IDEAS}:RiskSeeking"
 SIDES = {
     "default": (),
     "group": ("loss.baseline=group",),
     "large": LARGE,
     "before": (*LARGE, "loss.scale_advantages=true", "train.max_kl=null"),
-    "risk": (RISK.replace("CLIP", "0.2"),),
-    "risk, clip 4": (RISK.replace("CLIP", "4"),),
-    "alone": ALONE,
+    "risk, pairs": (RISK, *PAIRS),
+    "risk, clip 4": (RISK, "algorithm.options={clip: 4}"),
     "ppo": ("loss=ppo", "loss.gamma=1", "loss.gae_lambda=0.8", *ALONE),
     "gigpo": ("loss=gigpo", "loss.scale_advantages=false"),
-    "oapl": (OAPL, "train.epochs_per_step=8"),
+    "oapl": (f"{IDEAS}:Oapl", "train.epochs_per_step=8"),
     "trl": (*LARGE, "num_iterations=4"),
     "trl small": ("num_iterations=4",),
 }
