@@ -277,11 +277,12 @@ def _masked(request: Request, choice: Choice) -> Choice:
 # --- what an endpoint understands -------------------------------------------------------------------------------------
 
 
-# All sampling fields are sent, because endpoints have different defaults: vLLM uses the model's generation_config.json.
-# If the endpoint refuses a field that the client did not set, later requests omit the field.
-
-
 def openai_body(request: Request, model: str, refused: Set[str], *, is_stream: bool) -> Json:
+    """Returns the request's body without the `refused` fields that the client did not set.
+
+    All other sampling fields are sent, because endpoints have different defaults (vLLM uses the model's
+    generation_config.json).
+    """
     body: Json = {"model": model, **_question(request), **_sampling(request.sampling)}
     body |= {"logprobs": True, "return_token_ids": True}
     if request.messages is None:

@@ -144,15 +144,19 @@ def read_art(run: RunDir) -> dict[str, Any]:
     return {"attempts": played, "rewards": [metrics["reward_mean"] for metrics in lines], "right": right}
 
 
-def train_demo_in_trl(base: Path, seed: int, task: Task) -> dict[str, Any]:
+def train_demo_in_trl(base: Path, side: str, seed: int, task: Task) -> dict[str, Any]:
     """Returns the row of one run of the demo as a TRL script: its agent calls tools, which `trl_side` does not play."""
-    loaded = load_config(SHAPE.config, [f"model.base={base}"])
+    scene = [setting for setting in SIDES[side] if setting.startswith("rollout.")]
+    loaded = load_config(SHAPE.config, [f"model.base={base}", *scene])
     settings = [f"train.seed={seed}", f"train.learning_rate={decide_by_base(loaded, str(base)).config.train.rate}"]
-    steps = str(2 * task.attempts // WINDOW)
-    told = [SHAPE.name, str(base), *SHAPE.trl, "--steps", steps, "--until", str(task.target), *settings]
-    lines = _python("-m", "benchmarks.speed.loop_trl", *told).splitlines()
-    rewards = [json.loads(line)["reward"] for line in lines if line.startswith("{")]
-    return {"attempts": [WINDOW] * len(rewards), "rewards": rewards}
+    of_step = loaded.config.rollout.group_size * loaded.config.rollout.groups_per_step
+    told = [SHAPE.name, str(base), *SHAPE.trl, "--steps", str(_num_steps(task, of_step)[0]), *scene, *settings]
+    if of_step >= WINDOW:
+        told += ["--until", str(task.target)]
+    steps = [
+        json.loads(line) for line in _python("-m", "benchmarks.speed.loop_trl", *told).splitlines() if line[:1] == "{"
+    ]
+    return {"attempts": [step["games"] for step in steps], "rewards": [step["reward"] for step in steps]}
 
 
 def train_trl(task: Task, start: RunDir, side: str, out: Path, seed: int) -> dict[str, Any]:
@@ -263,8 +267,8 @@ def main() -> None:
         if (task, side, seed) in known:
             continue
         run = RunDir(given.runs / _name(task, side, seed))
-        if side == "trl" and task == "assistant":
-            found = train_demo_in_trl(make_base(SHAPE, given.runs), seed, TASKS[task])
+        if side.startswith("trl") and task == "assistant":
+            found = train_demo_in_trl(make_base(SHAPE, given.runs), side, seed, TASKS[task])
         elif side == "warm":
             found = train_warm(TASKS[task], given.runs, run.root.name, seed)
         elif side.startswith("trl"):
