@@ -132,7 +132,7 @@ def test_arts_own_lines_keep_their_metadata_and_exceptions(server: JudgeServer) 
     [
         ('{"messages": []}\n{"a": 1}\n', "t.jsonl:1: no 'group_id'"),
         ('{"a": 1}\n', 't.jsonl:1: expected a trajectory, an ART group, or {"messages": [...]}'),
-        ('{"messages": [], "group_id": 1}\n[]\n', "t.jsonl:2: Expected `object`"),
+        ('{"messages": [], "group_id": 1}\n[]\n', "t.jsonl:2: a JSON array begins here"),
         ('{"messages": [], "group_id": 1}\n{"mess\n', "t.jsonl:2: JSON is malformed"),
         ('{"messages": [3], "group_id": 1}\n' * 2, "t.jsonl:1: Expected `object`, got `int` - at `$.messages[0]`"),
         ('{"messages": [], "group_id": 1, "id": "x"}\n' * 2, "t.jsonl:2: id 'x' is used twice in its group"),
