@@ -142,10 +142,9 @@ def _refuse_content(directory: Path) -> None:
 
 
 def write_config(environment: str, directory: Path) -> None:
-    """Writes an environment's config.yaml to a new or empty directory. Raises UsageError."""
+    """Writes an environment's config.yaml to a directory that `_whole` guards. Raises UsageError."""
     from art_cli.rollouts.environments import Settings, find_library, open_environment
 
-    _refuse_content(directory)
     with redirect_stdout(sys.stderr):  # games may print
         library, name = find_library(environment)
         if not library.makes_scenarios:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from art_cli.learners.algorithms import Algorithm, Objective
 from art_cli.learners.algorithms.credit import over_shrunk_mean, rewards_of
 from art_cli.learners.algorithms.normalization import UpdateCounts, trajectory_mean
-from art_cli.learners.algorithms.objectives import PolicyTerms, clip_tokens
-from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.learners.algorithms.objectives import PolicyTerms, clip_tokens, sample_sum
+from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 
 
 class RiskSeeking(Algorithm):
@@ -49,14 +49,13 @@ class Oapl(Algorithm):
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float]:
         rewards = rewards_of(group)
-        if max(rewards) == min(rewards):
+        if not has_signal(rewards):
             return [0.0] * len(rewards)
         value = self.beta1 * math.log(math.fsum(math.exp(r / self.beta1) for r in rewards) / len(rewards))
         return [reward - value for reward in rewards]
 
     def objective(self, terms: PolicyTerms) -> Objective:
-        num = int(terms.samples.max()) + 1 if len(terms.samples) else 0
-        moved = terms.new.new_zeros(num).index_add(0, terms.samples, terms.new - terms.old)[terms.samples]
+        moved = sample_sum(terms.new - terms.old, terms.samples)
         return Objective((self.beta2 * moved - terms.advantages).square())
 
     def share(self, num_tokens: int, update: UpdateCounts) -> float:

@@ -60,6 +60,7 @@ SHAPE = SHAPES["demo"]
 DEADLINE_S = 6 * 3600.0  # longest time for one run
 EVERY = 64  # attempts between two evaluations
 TRL_BATCH = 16  # attempts in one forward pass of TRL's training
+SMALL = 16  # attempts of a step by default
 WINDOW = 64  # attempts over which a reward is averaged
 LARGE = ("rollout.group_size=8", "rollout.groups_per_step=8")
 PAIRS = ("rollout.group_size=2", "rollout.groups_per_step=8")
@@ -113,14 +114,14 @@ def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[s
 
 def train_warm(task: Task, runs: Path, name: str, seed: int) -> dict[str, Any]:
     """Returns the row of a run of the default that has first imitated the best of 64 attempts of the base."""
-    still = ["train.steps=4", "train.learning_rate=1e-30", "eval=null"]
+    still = [f"train.steps={EVERY // SMALL}", "train.learning_rate=1e-30", "eval=null"]  # no weight moves
     first = _train(task, still, runs, f"{name}-first", seed)
     files = sorted(first.root.glob("step_*/scored.jsonl"))
     best = max(each.reward or 0.0 for file in files for each in read_lines(file, ScoredTrajectory))
     sft = [f"sft.demos={first.root}", "sft.best_of=4", f"sft.min_reward={best}", "sft.epochs=4"]
     sft.append("sft.learning_rate=4e-4")
-    steps, every = _num_steps(task, EVERY // 4)
-    told = [*sft, f"train.steps={steps - 4}", f"eval.every={every}"]
+    steps, every = _num_steps(task, SMALL)
+    told = [*sft, f"train.steps={steps - EVERY // SMALL}", f"eval.every={every}"]
     begun, then = read_art(first), read_art(_train(task, told, runs, name, seed))
     right = {EVERY + attempts: share for attempts, share in then["right"].items()}
     return {key: begun[key] + then[key] for key in ("attempts", "rewards")} | {"right": right}

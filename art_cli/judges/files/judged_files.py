@@ -104,7 +104,7 @@ class TrajectoryFile:
         self.path, self.group_by = path, group_by
         self.groups: dict[str, Group] = {}
         self._owners: dict[tuple[str, int], str] = {}  # (group, index) -> trajectory id
-        damaged: list[tuple[int, ValueError]] = []
+        damaged, first = list[int](), ""  # line numbers, and the first line's error
         for line in lines(path):
             if is_torn(line.data):
                 log.warning("%s:%d: the last line is incomplete; skipped", path, line.number)
@@ -112,10 +112,10 @@ class TrajectoryFile:
             try:
                 self._add(decode(line.data, _HEAD), line)
             except ValueError as error:
-                damaged.append((line.number, error))
+                damaged.append(line.number)
+                first = first or str(error)
         if damaged:
-            number, first = damaged[0]
-            raise DataError(f"{first}; {_cure([number for number, _ in damaged])}", path, number) from first
+            raise DataError(f"{first}; {_cure(damaged)}", path, damaged[0])
 
     def _add(self, head: _Head, line: Line) -> None:
         """Adds one line to its group. Raises ValueError for invalid lines."""

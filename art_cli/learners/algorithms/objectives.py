@@ -53,7 +53,7 @@ def clip_sums(terms: PolicyTerms, low: float, high: float) -> Objective:
     Each token carries the whole sample's value. RLOO as in TRL, where a completion is one action. A long sample whose
     sum exceeds LARGEST gets no gradient, because its ratio would overflow.
     """
-    moved = _sample_sum(terms.new - terms.old, terms.samples).clamp(-LARGEST, LARGEST)
+    moved = sample_sum(terms.new - terms.old, terms.samples).clamp(-LARGEST, LARGEST)
     return clipped_surrogate(moved.exp(), terms.advantages, low, high)
 
 
@@ -100,10 +100,10 @@ def clipped_value_error(terms: ValueTerms, clip: float | None) -> Tensor:
 
 def sample_mean(values: Tensor, samples: Tensor) -> Tensor:
     """Replaces each value by its sample's mean. Empty input gives empty output."""
-    return _sample_sum(values, samples) / _sample_sum(values.new_ones(values.shape), samples)
+    return sample_sum(values, samples) / sample_sum(values.new_ones(values.shape), samples)
 
 
-def _sample_sum(values: Tensor, samples: Tensor) -> Tensor:
+def sample_sum(values: Tensor, samples: Tensor) -> Tensor:
     """Replaces each value by its sample's sum. Empty input gives empty output."""
     num_samples = int(samples.max()) + 1 if len(samples) else 0
     return values.new_zeros(num_samples).index_add(0, samples, values)[samples]
