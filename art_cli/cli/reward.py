@@ -29,10 +29,10 @@ def run(
     """Train a judge of your own.
 
     It learns the order of attempts within a group from rewards (scored.jsonl) and labels (labels.jsonl, from art
-    label), and single rewards from 0 to 1 from groups of one attempt. It prints how often it orders pairs as its
-    teacher does, ties apart: on held-out scenarios, and with --present on attempts of the present policy, because the
-    first does not predict the second. Of a long conversation the last tokens count. DIR is a model for `judge: {name:
-    reward_model, model: DIR}`, written only when training is complete. Keys: reward, model, learner.
+    label), and the rewards from 0 to 1 themselves if rollouts or users gave them. It prints how often it orders pairs
+    as its teacher does, ties apart: on held-out scenarios, and with --present on attempts of the present policy,
+    because the first does not predict the second. Of a long conversation the last tokens count. DIR is a model for
+    `judge: {name: reward_model, model: DIR}`, written only when training is complete. Keys: reward, model, learner.
 
     \b
     art reward runs/mine/step_000[0-3]/scored.jsonl labels.jsonl -o judge --base builtin:smollm2-135m
@@ -72,5 +72,7 @@ def _as_text(output: Path, result: "RewardResult") -> str:
         lines += [f"  {part:22} {each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for part, each in parts.items()]
     if "present" not in result.measures:
         lines.append("present: unknown; attempts of the present policy differ from these: --present FILE measures it")
+    scale = ", activation: sigmoid" if counts["values"] else ""
+    lines.append(f"use: judge: {{name: reward_model, model: {output}{scale}}}")
     lines += [f"  next: {pair.unit}  {pair.better} or {pair.worse}" for pair in result.closest]
     return "\n".join(lines)

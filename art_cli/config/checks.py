@@ -249,7 +249,9 @@ def ranks(judge: schema.JudgeConfig) -> bool:
         return any(name == "ruler" if name not in judge.judges else ranks(judge.judges[name]) for name in judge.blend)
     if isinstance(judge, schema.FeedbackJudgeConfig):
         return judge.otherwise is not None and ranks(judge.otherwise)
-    return isinstance(judge, schema.RulerJudgeConfig | schema.CascadeJudgeConfig)
+    if isinstance(judge, schema.CascadeJudgeConfig):
+        return not judge.has_values or ranks(judge.then)
+    return isinstance(judge, schema.RulerJudgeConfig)
 
 
 def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:

@@ -2,16 +2,19 @@
 
 The expensive judge is asked in two cases:
 
-    unsure   The group's doubt is among the largest share `unsure` of the doubts seen so far, and fewer than that share
+    unsure   The group's doubt is among the largest share `unsure` of the doubts seen so far, and fewer than this share
              of the groups so far were asked for doubt. So later groups are never needed, and a policy whose groups
              all become doubtful does not raise the cost. After a restart, both start anew.
     audit    A hash of the group's id draws it. The lot is independent of the doubt, so the pairs of these groups
              measure the agreement of both judges.
 
 A group's doubt is the mean of sigmoid(-|difference|) over its pairs: the expected share of pairs in the wrong order if
-scores are log-odds, as those of `art reward` are (Bradley and Terry 1952).
+scores are log-odds, as those of `art reward` are (Bradley and Terry 1952). With `first.activation: sigmoid`, a score v
+is the expected reward, and the doubt is the mean of v (1 - v): no reward in [0, 1] with this mean has a larger variance
+(Bhatia and Davis 2000). So groups that are surely all right or all wrong are not asked about.
 
-All rewards of a group come from one judge. The judges' scales differ, so rewards compare within a group only.
+All rewards of a group come from one judge. Only with such a sigmoid are both judges' rewards on one scale, and compare
+across groups if the expensive judge's do.
 """
 
 import math
@@ -21,6 +24,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
+from art_cli.config.checks import ranks
 from art_cli.config.schema import CascadeJudgeConfig, RunConfig
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.agreement import Ratio, pairwise
@@ -36,13 +40,12 @@ MIN_AGREEMENT = 0.8  # share of pairs in the same order below which the cheap ju
 
 class CascadeJudge(SeveralJudges):
     title = "cascade"
-    compares = True
 
     def __init__(
         self, config: CascadeJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
     ) -> None:
         super().__init__(config, directory, job=job, judges=judges)
-        self.config = config
+        self.config, self.compares = config, ranks(config)
         self._doubts = list[float]()  # of all groups with pairs, ascending
         self._num_unsure = 0  # groups asked for doubt
 
@@ -62,7 +65,7 @@ class CascadeJudge(SeveralJudges):
         return {id: Verdict(reward=each.reward, scores=[firsts[id], *scores[id]]) for id, each in then.items()}
 
     def _is_unsure(self, rewards: Sequence[float]) -> bool:
-        doubt = doubt_of(rewards)
+        doubt = value_doubt(rewards) if self.config.has_values else pair_doubt(rewards)
         if doubt is None:
             return False
         insort(self._doubts, doubt)
@@ -79,7 +82,12 @@ class CascadeJudge(SeveralJudges):
         return expected if expected is None or not group or is_chosen("estimate", group[0], share) else CostEstimate()
 
 
-def doubt_of(rewards: Sequence[float]) -> float | None:
+def value_doubt(rewards: Sequence[float]) -> float | None:
+    """Returns the mean over expected rewards v in [0, 1] of v (1 - v), at most 0.25; None without attempts."""
+    return fmean(value * (1 - value) for value in rewards) if rewards else None
+
+
+def pair_doubt(rewards: Sequence[float]) -> float | None:
     """Returns the expected share of pairs in the wrong order, at most 0.5; None without pairs."""
     doubts = [1 / (1 + math.exp(min(abs(one - other), 700.0))) for one, other in combinations(rewards, 2)]
     return fmean(doubts) if doubts else None

@@ -72,8 +72,8 @@ def cascade_calls(scored: Path, judge: Path) -> str:
 
 
 def cascade(judge: Path) -> list[str]:
-    first = f"judge.first={{name: reward_model, model: '{judge}'}}"
-    return ["judge.name=cascade", first, "judge.then={name: rollout}"]
+    first = f"judge.first={{name: reward_model, model: '{judge}', activation: sigmoid}}"
+    return ["judge.name=cascade", first, "judge.then={name: rollout}", "judge.unsure=0.05", "judge.audit=0.05"]
 
 
 def _asked(*files: Path) -> str:
@@ -89,7 +89,7 @@ def train_with(recipe: str, directory: Path, judge: Path) -> str:
     config = ROOT / "recipes" / recipe / "config.yaml"
     sides = {
         "the teacher": [],
-        "its own judge": ["judge.name=reward_model", f"judge.model={judge}"],
+        "its own judge": ["judge.name=reward_model", f"judge.model={judge}", "judge.activation=sigmoid"],
         "the cascade": cascade(judge),
     }
     for title, words in sides.items():

@@ -8,10 +8,24 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from art_cli.config.schema import CascadeJudgeConfig, FunctionJudgeConfig, RunConfig
+from art_cli.config.checks import ranks
+from art_cli.config.schema import (
+    CascadeJudgeConfig,
+    FunctionJudgeConfig,
+    RewardModelJudgeConfig,
+    RulerJudgeConfig,
+    RunConfig,
+)
 from art_cli.judges import Judge, Verdict
 from art_cli.judges.agreement import Ratio
-from art_cli.judges.cascade import CascadeJudge, cascade_numbers, doubt_of, is_audit, recent_agreement
+from art_cli.judges.cascade import (
+    CascadeJudge,
+    cascade_numbers,
+    is_audit,
+    pair_doubt,
+    recent_agreement,
+    value_doubt,
+)
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.judge_groups import judge_group
 from art_cli.runs.trajectory import Trajectory
@@ -121,10 +135,26 @@ async def test_audited_groups_alone_measure_the_agreement() -> None:
 
 
 def test_doubt_is_the_expected_share_of_wrong_pairs() -> None:
-    assert doubt_of([0.0, math.log(3)]) == pytest.approx(0.25)
-    assert doubt_of([1.0, 1.0, 1.0]) == 0.5
-    assert doubt_of([0.0, 1e308, -1e308]) == pytest.approx(0.0)
-    assert doubt_of([1.0]) is None
+    assert pair_doubt([0.0, math.log(3)]) == pytest.approx(0.25)
+    assert pair_doubt([1.0, 1.0, 1.0]) == 0.5
+    assert pair_doubt([0.0, 1e308, -1e308]) == pytest.approx(0.0)
+    assert pair_doubt([1.0]) is None
+
+
+async def test_expected_values_compare_across_groups_and_sure_groups_are_not_asked_about() -> None:
+    """Of groups that are all right, all wrong and undecided, doubt asks about undecided ones alone."""
+    assert (
+        value_doubt([0.5, 1.0]) == pytest.approx(0.125) and value_doubt([0.0, 1.0]) == 0.0 and value_doubt([]) is None
+    )
+    first = RewardModelJudgeConfig(name="reward_model", model="own", activation="sigmoid")
+    config = CascadeJudgeConfig(name="cascade", first=first, then=FAKE, unsure=0.3, audit=0.0)
+    judge = CascadeJudge(config, Path("."), judges={"first": Told("cheap"), "then": Told("dear")})
+    for number in range(99):
+        await judge.judge(group(number, [[0.99, 0.98], [0.01, 0.02], [0.6, 0.4]][number % 3]))
+    assert not judge.compares and len(asked(judge)) > 20
+    assert all(int(name[1:]) % 3 == 2 for name in asked(judge)[1:])
+    ruler = config.model_copy(update={"then": RulerJudgeConfig(name="ruler")})
+    assert ranks(ruler) and ranks(config.model_copy(update={"first": FAKE})) and not ranks(config)
 
 
 def test_the_newest_audited_pairs_count() -> None:

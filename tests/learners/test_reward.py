@@ -23,7 +23,7 @@ from art_cli.learners.reward.reward_report import ComparedPair, measure
 from art_cli.learners.reward.reward_trainer import RewardTrainer, preference_loss
 from art_cli.loop.reward_run import base_settings
 from art_cli.runs.durable import write_lines
-from art_cli.runs.trajectory import Json, ScoredTrajectory, by_group
+from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, by_group
 from art_cli.runtime.errors import DataError, UsageError
 from tests.support.models.tiny import save_tiny_base, tiny_weights
 
@@ -95,7 +95,7 @@ def test_a_missed_gate_fails_and_another_directory_is_not_replaced(tmp_path: Pat
 def test_the_gradient_is_the_same_in_one_pack_and_in_many(tmp_path: Path) -> None:
     write_lines(tmp_path / "scored.jsonl", [*planted(2), attempt("one", 0, "az", 0.3, size=1)])
     groups = read_preferences([tmp_path / "scored.jsonl"]).groups
-    assert [group.value for group in groups] == [None, None, 0.3]
+    assert [len(group.values) for group in groups] == [4, 4, 1]
     gradients = []
     for tokens in (16, 100_000):
         weights = tiny_weights(seed=1)
@@ -111,10 +111,13 @@ def test_the_gradient_is_the_same_in_one_pack_and_in_many(tmp_path: Path) -> Non
 
 
 def test_the_loss_by_hand() -> None:
-    """One pair with a lead of 2: log(1 + e^-2) = 0.1269. One value of 1 at score 0: log 2 = 0.6931. Their mean."""
+    """A pair with a lead of 2: log(1 + e^-2) = 0.1269. A value of 1 at score 0: log 2 = 0.6931. The mean; then with the
+    pair's own values, 0 at score 1: 1.3133, and 1 at score 3: 0.0486."""
     pair = PreferenceGroup("g", "s", "", ["a", "b"], [[], []], [Taught(1, 0, "ruler")])
-    single = PreferenceGroup("h", "s", "", ["c"], [[]], value=1.0)
+    single = PreferenceGroup("h", "s", "", ["c"], [[]], values={0: 1.0})
     assert float(preference_loss([pair, single], torch.tensor([1.0, 3.0, 0.0]))) == pytest.approx(0.41003, abs=1e-4)
+    pair.values = {0: 0.0, 1: 1.0}
+    assert float(preference_loss([pair, single], torch.tensor([1.0, 3.0, 0.0]))) == pytest.approx(0.54548, abs=1e-4)
 
 
 def test_a_persons_label_replaces_the_rewards_order(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_data_without_a_preference_are_refused_in_one_line(
 
 
 def test_attempts_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [*planted(2), attempt("g", 0, "a", 1.0, size=2), attempt("g", 1, "b", 0.0, size=2)]
+    rows = [*planted(2), attempt("g", 0, "a", 7.0, size=2), attempt("g", 1, "b", 0.0, size=2)]
     rows[-1].messages = []
     write_lines(tmp_path / "scored.jsonl", rows)
     found = read_preferences([tmp_path / "scored.jsonl"])
@@ -160,6 +163,22 @@ def test_attempts_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) ->
     assert len(trained) == len(held_out) == 1
     with pytest.raises(DataError, match="one scenario"):
         divide(trained, 0.2, seed=0)
+
+
+def test_rewards_on_one_scale_teach_their_value_also_in_a_group_without_a_difference(tmp_path: Path) -> None:
+    """Not RULER's, which compare within the group, not those that a person corrected, and none if any is beyond 1."""
+    path, ruler = tmp_path / "scored.jsonl", [Score(judge="ruler", score=0.0)]
+    rows = [attempt("g", index, text, 1.0, size=2) for index, text in enumerate("ab")]
+    rows += [attempt("h", index, text, index / 2, size=3) for index, text in enumerate("abc")]
+    rows += [attempt("r", index, text, float(index), size=2, scores=ruler) for index, text in enumerate("ab")]
+    write_lines(path, rows)
+    (tmp_path / "labels.jsonl").write_text('{"group_id":"h","left":"h-0","right":"h-1","verdict":"left"}\n')
+    found = read_preferences([path, tmp_path / "labels.jsonl"])
+    assert [group.values for group in found.groups] == [{0: 1.0, 1: 1.0}, {2: 1.0}, {}]
+    assert found.counts["values"] == 3 and found.counts["without_difference"] == 0
+    rows[0].reward = 1.5
+    write_lines(path, rows)
+    assert [group.values for group in read_preferences([path]).groups] == [{}, {}, {}]
 
 
 def test_the_default_base_is_the_runs_and_code_that_a_run_names_is_not_called(tmp_path: Path) -> None:

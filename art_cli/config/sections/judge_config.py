@@ -229,7 +229,8 @@ class RewardModelJudgeConfig(ScoringJudgeConfig):
     label: Count = 0
     """The index of the model's output that becomes the score."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """Maps the logit to the score. none: the logit itself, also outside [0, 1]."""
+    """Maps the logit to the score. none: the logit itself, also outside [0, 1]. sigmoid: of a judge that `art reward`
+    trained on values from 0 to 1, the expected value, on its teacher's scale."""
     batch_size: PositiveInt = 8
     """The conversations per forward pass."""
     max_length: PositiveInt | None = None
@@ -286,6 +287,11 @@ class CascadeJudgeConfig(ScoringJudgeConfig):
     """The largest share of groups that `then` scores because `first` orders their attempts least surely."""
     audit: UnitInterval = 0.05
     """The share of groups that `then` scores by lot, by a hash of the group's id. They measure the agreement."""
+
+    @property
+    def has_values(self) -> bool:
+        """Returns whether the cheap judge's scores are expected values of the expensive judge's reward, in [0, 1]."""
+        return isinstance(self.first, RewardModelJudgeConfig) and self.first.activation == "sigmoid"
 
     @model_validator(mode="after")
     def _no_noise(self) -> Self:

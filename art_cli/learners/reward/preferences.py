@@ -1,10 +1,13 @@
 """Preferences between attempts, by judges and people, read from scored files and labels. No torch.
 
-    scored.jsonl    pairs of a group whose rewards differ; a group of one attempt gives a single value in [0, 1]
-    labels.jsonl    pairs that a person ordered (`art label`); they replace the rewards' order of the same two attempts
+    scored.jsonl    pairs of a group whose rewards differ, and values in [0, 1]: rewards that the rollout returned or
+                    that users gave, and those of a group of one attempt
+    labels.jsonl    pairs that a person ordered (`art label`); they replace the rewards of the same two attempts
 
-A person's `equal` removes the pair. Attempts without a reward or without messages, groups without a difference, and
-single rewards outside [0, 1] teach nothing and are counted.
+Rewards of other judges may compare within a group only, so they are no values. If a reward in a file lies outside
+[0, 1], no group of the same judge gives values. A person's `equal` removes the pair. Attempts without a reward or
+without messages, groups without a difference and values, and single rewards outside [0, 1] teach nothing and are
+counted.
 """
 
 import contextlib
@@ -26,6 +29,7 @@ from art_cli.runs.trajectory import EQUAL_REWARDS, Json, by_group
 from art_cli.runtime.errors import DataError, UsageError
 
 LABELS = "labels"  # kind of pairs that a person ordered
+ON_ONE_SCALE = ("reward", "feedback")  # kinds whose rewards compare across groups: the rollout's own, and users'
 
 
 class Taught(NamedTuple):
@@ -46,7 +50,7 @@ class PreferenceGroup:
     ids: list[str]  # [A]
     conversations: list[list[Json]]  # [A]
     pairs: list[Taught] = field(default_factory=list)
-    value: float | None = None  # reward in [0, 1] of a single attempt
+    values: dict[int, float] = field(default_factory=dict)  # index -> reward in [0, 1], on one scale for all groups
 
 
 class Preferences(NamedTuple):
@@ -83,15 +87,20 @@ def read_preferences(paths: Sequence[Path]) -> Preferences:
         else:
             groups += [_group(file, rows, places, counts) for rows in by_group(read_lines(file, _Row)).values()]
     counts["unknown_labels"] = _apply(labels, places)
-    teaching = [group for group in groups if group.pairs or group.value is not None]
-    counts["without_difference"] += sum(len(group.ids) > 1 and not group.pairs for group in groups)
-    if not teaching:
+    beyond = {group.kind for group in groups if not all(0 <= value <= 1 for value in group.values.values())}
+    for group in groups:
+        if group.kind in beyond:
+            group.values = {}
+    teaching = [group for group in groups if group.pairs or group.values]
+    counts["without_difference"] += sum(len(each.ids) > 1 and not (each.pairs or each.values) for each in groups)
+    pairs = [pair for group in teaching for pair in group.pairs]
+    if not pairs and len({value for group in teaching for value in group.values.values()}) < 2:
         unknown = f"; {counts['unknown_labels']} labels are of attempts in none of these files" if labels else ""
-        reason = "no two attempts of a group differ in reward or label, and no single attempt has a reward from 0 to 1"
+        reason = "no two attempts of a group differ in reward or label, and no rewards from 0 to 1 of two groups do"
         raise DataError(f"{reason}{unknown}; score the attempts first: art judge, art label", files[0])
-    kinds = [pair.kind for group in teaching for pair in group.pairs]
+    kinds = [pair.kind for pair in pairs]
     counts |= {f"pairs.{kind}": kinds.count(kind) for kind in sorted(set(kinds))}
-    return Preferences(teaching, counts | {"values": sum(group.value is not None for group in teaching)})
+    return Preferences(teaching, counts | {"values": sum(len(group.values) for group in teaching)})
 
 
 def data_files(path: Path) -> list[Path]:
@@ -128,8 +137,10 @@ def _group(file: Path, rows: Sequence[_Row], places: _Places, counts: dict[str, 
             places[row.group_id, row.id, digest] = group, index
     rewards = [(row.reward, index) for index, row in enumerate(whole) if row.reward is not None]
     if len(rows) == len(rewards) == 1:
-        group.value = rewards[0][0] if 0 <= rewards[0][0] <= 1 else None
-        counts["beyond_0_to_1"] += group.value is None
+        counts["beyond_0_to_1"] += (is_beyond := not 0 <= rewards[0][0] <= 1)
+        rewards = [] if is_beyond else rewards
+    if len(rows) == 1 or kind in ON_ONE_SCALE:
+        group.values = {index: reward for reward, index in rewards}
     for (low, worse), (high, better) in combinations(sorted(rewards), 2):
         if high - low > EQUAL_REWARDS:
             group.pairs.append(Taught(better, worse, kind))
@@ -156,6 +167,7 @@ def _apply(labels: Iterable[PairLabel], places: _Places) -> int:
         group, sides = one[0], (one[1], other[1])
         if label.verdict in SIGNS and (group.name, frozenset(sides)) not in done:
             done.add((group.name, frozenset(sides)))
+            group.values = {index: value for index, value in group.values.items() if index not in sides}
             group.pairs = [each for each in group.pairs if {each.better, each.worse} != set(sides)]
             if sign := SIGNS[label.verdict]:
                 better, worse = sides[::sign]

@@ -32,8 +32,8 @@ def compare(groups: Sequence[PreferenceGroup], scores: Sequence[Sequence[float]]
         for high, low, kind in group.pairs:
             margin, length = own[high] - own[low], (sizes[high] + sizes[low]) / 2
             found.append(ComparedPair(group.name, group.ids[high], group.ids[low], margin, length, kind))
-        if group.value is not None:
-            singles.append((group.value, own[0], sizes[0], group))
+        if len(group.ids) == 1 and group.values:
+            singles.append((group.values[0], own[0], sizes[0], group))
     for worse, better in combinations(sorted(singles, key=lambda each: each[0]), 2):
         if better[0] - worse[0] > EQUAL_REWARDS:
             unit, length = better[3], (better[2] + worse[2]) / 2

@@ -166,8 +166,9 @@ def preference_loss(groups: Sequence[PreferenceGroup], scores: Tensor) -> Tensor
         start += len(group.ids)
         if group.pairs:
             losses.append(-logsigmoid(own[[p.better for p in group.pairs]] - own[[p.worse for p in group.pairs]]))
-        elif group.value is not None:
-            losses.append(binary_cross_entropy_with_logits(own, torch.full_like(own, group.value))[None])
+        if group.values:
+            values = torch.tensor([*group.values.values()], dtype=own.dtype, device=own.device)
+            losses.append(binary_cross_entropy_with_logits(own[[*group.values]], values, reduction="none"))
     return torch.cat(losses).mean()
 
 
