@@ -5,7 +5,7 @@
     python -m benchmarks.judges.own_judge --recipe function-calling --made 11 --steps 5    # also email-search
     python -m benchmarks.judges.own_judge --run runs/assistant --steps 2    # of a run that is there
     python -m benchmarks.judges.own_judge --made 16 --steps 12 --thumbs 200   # learns from 200 single ratings
-    python -m benchmarks.judges.own_judge --made 16 --steps 12 --train   # then trains with judge, cascade and teacher
+    python -m benchmarks.judges.own_judge --made 16 --steps 12 --train   # then trains with teacher, judge and cascade
 
 A run makes attempts. The judge learns from the first steps. It is measured on held-out requests of these, and on the
 attempts of the last steps, by a policy that has learned since. Then the judge and the recipe's own reward score
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from art_cli.runs.trajectory import ScoredTrajectory
 
 ROOT = Path(__file__).parents[2]
 TRAIN_STEPS = 14
+SIDES = ("teacher", "judge", "cascade")
 
 
 def art(*words: object) -> str:
@@ -83,24 +84,24 @@ def _asked(*files: Path) -> str:
     return f"{asked} of {len(groups)}"
 
 
-def train_with(recipe: str, directory: Path, judge: Path) -> str:
-    """Trains from the start with the teacher, with the judge, and with both as a cascade."""
+def train_with(recipe: str, directory: Path, judge: Path, names: Sequence[str]) -> str:
+    """Trains from the start with the teacher, with the judge, and with both as a cascade, by SIDES."""
     lines = ["| trained with | right, held out, by step | teacher's groups |", "|---|---|---|"]
     config = ROOT / "recipes" / recipe / "config.yaml"
     sides = {
-        "the teacher": [],
-        "its own judge": ["judge.name=reward_model", f"judge.model={judge}", "judge.activation=sigmoid"],
-        "the cascade": cascade(judge),
+        "teacher": [],
+        "judge": ["judge.name=reward_model", f"judge.model={judge}", "judge.activation=sigmoid"],
+        "cascade": cascade(judge),
     }
-    for title, words in sides.items():
-        name = title.split()[-1]
+    for name in names:
+        words = sides[name]
         settings = [f"runs={directory}/trained", f"name={name}", f"train.steps={TRAIN_STEPS}", "eval.every=7"]
         art("train", config, *settings, *words)
         run = RunDir(directory / "trained" / name)
         means = {step: values.get("right", values["reward"]) for step, values in run.evaluations().items()}
         files = sorted(run.root.glob("step_*/scored.jsonl"))
-        asked = "all" if title == "the teacher" else "0" if title == "its own judge" else _asked(*files)
-        lines.append(f"| {title} | {', '.join(f'{step}: {mean:.3f}' for step, mean in means.items())} | {asked} |")
+        asked = {"teacher": "all", "judge": "0"}.get(name) or _asked(*files)
+        lines.append(f"| {name} | {', '.join(f'{step}: {mean:.3f}' for step, mean in means.items())} | {asked} |")
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--present", type=int, default=4, help="it is measured on this many last steps")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--thumbs", type=int, default=0, help="learn from this many single ratings")
-    parser.add_argument("--train", action="store_true", help="train with the judge")
+    parser.add_argument("--train", nargs="*", choices=SIDES, help="then train with these; all if none is named")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="art-own-judge-") as temporary:
         directory = Path(temporary)
@@ -132,8 +133,8 @@ def main() -> None:
         print(table(result, f"{(time.monotonic() - start) / 60:.1f}"))
         if not options.thumbs:
             print(cascade_calls(present, judge))
-        if options.train:
-            print(train_with(options.recipe, directory, judge))
+        if options.train is not None:
+            print(train_with(options.recipe, directory, judge, options.train or SIDES))
 
 
 def table(result: dict[str, Any], minutes: str) -> str:
