@@ -111,13 +111,13 @@ def test_the_gradient_is_the_same_in_one_pack_and_in_many(tmp_path: Path) -> Non
 
 
 def test_the_loss_by_hand() -> None:
-    """A pair with a lead of 2: log(1 + e^-2) = 0.1269. A value of 1 at score 0: log 2 = 0.6931. The mean; then with the
-    pair's own values, 0 at score 1: 1.3133, and 1 at score 3: 0.0486."""
+    """A pair with a lead of 2: log(1 + e^-2) = 0.1269. A value of 1 at score 0: log 2 = 0.6931. The sum; then with the
+    pair's own values, 0 at score 1: 1.3133, and 1 at score 3: 0.0486; the mean of three is 0.6850."""
     pair = PreferenceGroup("g", "s", "", ["a", "b"], [[], []], [Taught(1, 0, "ruler")])
     single = PreferenceGroup("h", "s", "", ["c"], [[]], values={0: 1.0})
-    assert float(preference_loss([pair, single], torch.tensor([1.0, 3.0, 0.0]))) == pytest.approx(0.41003, abs=1e-4)
+    assert float(preference_loss([pair, single], torch.tensor([1.0, 3.0, 0.0]))) == pytest.approx(0.82008, abs=1e-4)
     pair.values = {0: 0.0, 1: 1.0}
-    assert float(preference_loss([pair, single], torch.tensor([1.0, 3.0, 0.0]))) == pytest.approx(0.54548, abs=1e-4)
+    assert float(preference_loss([pair, single], torch.tensor([1.0, 3.0, 0.0]))) == pytest.approx(0.81193, abs=1e-4)
 
 
 def test_a_persons_label_replaces_the_rewards_order(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class RewardTrainer:
         return bare_sample(np.array([*ids, 0], dtype=np.int64), np.array([len(ids)]), group.name)
 
     def train(self, groups: Sequence[PreferenceGroup], *, progress: Bar | None = None) -> float:
-        """Trains all epochs. Returns the last epoch's mean loss per pair or value. Raises LearnerError if it is not
+        """Trains all epochs. Returns the last epoch's mean loss. Raises LearnerError if it is not
         finite.
         """
         samples, config = self.samples(groups), self.config
@@ -159,17 +159,20 @@ class RewardTrainer:
 
 
 def preference_loss(groups: Sequence[PreferenceGroup], scores: Tensor) -> Tensor:
-    """Returns the mean loss over all pairs and single values. `scores` has all attempts, group by group."""
-    losses, start = list[Tensor](), 0
+    """Returns the mean loss over all pairs, plus the mean over all values. `scores` has all attempts, group by group.
+
+    One mean over both would drown the pairs in the more frequent values, which tell easy scenarios from hard ones.
+    """
+    pairs, values, start = list[Tensor](), list[Tensor](), 0
     for group in groups:
         own = scores[start : start + len(group.ids)]
         start += len(group.ids)
         if group.pairs:
-            losses.append(-logsigmoid(own[[p.better for p in group.pairs]] - own[[p.worse for p in group.pairs]]))
+            pairs.append(-logsigmoid(own[[p.better for p in group.pairs]] - own[[p.worse for p in group.pairs]]))
         if group.values:
-            values = torch.tensor([*group.values.values()], dtype=own.dtype, device=own.device)
-            losses.append(binary_cross_entropy_with_logits(own[[*group.values]], values, reduction="none"))
-    return torch.cat(losses).mean()
+            known = torch.tensor([*group.values.values()], dtype=own.dtype, device=own.device)
+            values.append(binary_cross_entropy_with_logits(own[[*group.values]], known, reduction="none"))
+    return torch.stack([torch.cat(losses).mean() for losses in (pairs, values) if losses]).sum()
 
 
 def _empty_classifier(weights: Weights) -> Any:
