@@ -58,18 +58,18 @@ class TracedAttempt:
     _tokens: Recorder = field(default_factory=Recorder)  # tokens without messages
 
     def add(self, call: TracedCall) -> None:
-        """Adds one call, in chronological order. Raises ValueError for invalid messages or tokens."""
+        """Adds one call, in chronological order. Raises ValueError for invalid messages or tokens, and adds nothing."""
+        asked = None
         if call.messages is not None and call.message is not None:
             sent, message = [plain_message(each) for each in call.messages], plain_message(call.message)
-            request = Request(
-                model="", sampling=call.sampling, messages=sent, tools=[plain_tool(t) for t in call.tools]
-            )
-            choice = Choice(index=0, message=message)
-            self._messages.record(request, Reply(id="", created=0, model="", choices=[choice], prompt_ids=[]))
+            asked = Request(model="", sampling=call.sampling, messages=sent, tools=[plain_tool(t) for t in call.tools])
         for prompt, sampled, logprobs in _trained(call.tokens) if call.tokens is not None else ():
             choice = Choice(index=0, token_ids=sampled, logprobs=logprobs, finish_reason=call.finish_reason)
             request = Request(model="", sampling=call.sampling, prompt=prompt)
             self._tokens.record(request, Reply(id="", created=0, model="", choices=[choice], prompt_ids=prompt))
+        if asked is not None:
+            choice = Choice(index=0, message=message)
+            self._messages.record(asked, Reply(id="", created=0, model="", choices=[choice], prompt_ids=[]))
 
     @property
     def length(self) -> int:

@@ -222,6 +222,17 @@ def test_calls_of_a_log_are_one_attempt_where_one_goes_on_from_the_other(tmp_pat
     assert by_length[1].messages[-1]["content"] == "two" and by_length[1].turns[1].kept == 4
 
 
+def test_a_call_with_wrong_tokens_adds_nothing_to_its_attempt(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "2"}
+    lines = [
+        call([ASKED], said, ids=([1, 2], [3]), session_id=1),
+        call([ASKED, said, ASKED], {"role": "assistant", "content": "wrong"}, ids=([1, 2, 3, 4], [-5]), session_id=1),
+    ]
+    done, [found] = imported(tmp_path, write(tmp_path / "log.jsonl", *lines))
+    assert done.unread.counts.total() == 1 and len(found.turns) == 1
+    assert found.messages == [ASKED, said] and found.branches == []
+
+
 def test_calls_of_a_log_with_a_session_are_its_attempt(tmp_path: Path) -> None:
     lines = [call([ASKED], {"role": "assistant", "content": str(n)}, session_id=n % 2, reward=n) for n in range(4)]
     _, found = imported(tmp_path, write(tmp_path / "log.jsonl", *lines))
