@@ -17,7 +17,7 @@ from art_cli.config.sections.model_config import ModelConfig
 from art_cli.config.sections.reward_config import RewardConfig
 from art_cli.judges import make_judge
 from art_cli.judges.agreement import pairwise
-from art_cli.judges.files.person_labels import PersonLabels
+from art_cli.judges.files.person_labels import Pair, PersonLabels
 from art_cli.learners.reward.preferences import PreferenceGroup, Taught, divide, read_preferences
 from art_cli.learners.reward.reward_report import ComparedPair, measure
 from art_cli.learners.reward.reward_trainer import RewardTrainer, preference_loss
@@ -133,6 +133,16 @@ def test_a_persons_label_replaces_the_rewards_order(tmp_path: Path) -> None:
     found = read_preferences([path, tmp_path / "labels.jsonl"])
     assert sorted(found.groups[0].pairs) == [Taught(0, 2, "labels"), Taught(1, 0, "reward")]
     assert found.counts["unknown_labels"] == 1
+
+
+def test_labels_of_files_with_the_same_ids_are_told_apart(tmp_path: Path) -> None:
+    files = [tmp_path / name / "scored.jsonl" for name in ("first", "second")]
+    for file, verdict in zip(files, ("right", "left"), strict=True):
+        write_lines(file, [attempt("g", index, f"{file.parent.name} {index}", 0.5) for index in range(2)])
+        labels = PersonLabels(file)
+        labels.answer(Pair("g", "g-0", "g-1"), verdict)  # type: ignore[arg-type]
+    found = read_preferences([path for file in files for path in (file, file.with_name("labels.jsonl"))])
+    assert [group.pairs for group in found.groups] == [[Taught(1, 0, "labels")], [Taught(0, 1, "labels")]]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from art_cli.judges.files.person_labels import SIGNS, Pair, PairLabel, message_digest
+from art_cli.judges.files.person_labels import SIGNS, PairLabel, Verdict, message_digest
 from art_cli.judges.judge_report import ScoredRow
 from art_cli.learners.sft.examples import scored_files
 from art_cli.runs.durable import read_lines
@@ -152,24 +152,27 @@ def _apply(labels: Iterable[PairLabel], places: _Places) -> int:
 
     As in `art label`, `undo` removes the label with the same sides, and the first answer about a pair counts.
     """
-    said = dict[Pair, PairLabel]()
+    num_unknown, said = 0, dict[tuple[str, int, int], tuple[PreferenceGroup, Verdict]]()
     for label in labels:
-        said[label.pair] = label
-        if label.verdict == "undo":
-            del said[label.pair]
-    num_unknown, done = 0, set[tuple[str, frozenset[int]]]()
-    for (name, left, right), label in said.items():
         digests = label.digests or ("", "")
-        one, other = places.get((name, left, digests[0])), places.get((name, right, digests[1]))
+        one, other = (
+            places.get((label.group_id, id, digest))
+            for id, digest in zip((label.left, label.right), digests, strict=True)
+        )
         if one is None or other is None or one[0] is not other[0] or one[1] == other[1]:
             num_unknown += 1
             continue
-        group, sides = one[0], (one[1], other[1])
-        if label.verdict in SIGNS and (group.name, frozenset(sides)) not in done:
-            done.add((group.name, frozenset(sides)))
+        key = one[0].name, one[1], other[1]
+        said[key] = one[0], label.verdict
+        if label.verdict == "undo":
+            del said[key]
+    done = set[tuple[str, frozenset[int]]]()
+    for (name, *sides), (group, verdict) in said.items():
+        if verdict in SIGNS and (name, frozenset(sides)) not in done:
+            done.add((name, frozenset(sides)))
             group.values = {index: value for index, value in group.values.items() if index not in sides}
             group.pairs = [each for each in group.pairs if {each.better, each.worse} != set(sides)]
-            if sign := SIGNS[label.verdict]:
+            if sign := SIGNS[verdict]:
                 better, worse = sides[::sign]
                 group.pairs.append(Taught(better, worse, LABELS))
     return num_unknown
