@@ -392,9 +392,12 @@ async def _gates(loaded: LoadedConfig, nights: Nights, night: Night) -> list[Gat
 
 
 def _gated_sets(loaded: LoadedConfig, nights: Nights) -> dict[str, list[Json]]:
-    """Returns the scenarios of each gate that the configuration has, and that has scenarios."""
+    """Returns the scenarios of each gate that the configuration has, and that has scenarios.
+
+    A night under way counts as recent, however long ago it began.
+    """
     config = _section(loaded)
-    recent = [night for night in nights.all() if night.started_at >= time.time() - WEEK_S]
+    recent = [night for night in nights.all() if not night.outcome or night.started_at >= time.time() - WEEK_S]
     held_out = [each for night in recent for each in _read_scenarios(nights.path(night.number) / HELD_OUT)]
     sets = {
         "tasks": [] if loaded.config.eval is None else RunScenarios(loaded.config, loaded.directory).evaluation,

@@ -18,8 +18,8 @@ import pytest
 
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.loop.nights.canary_test import Rating
-from art_cli.loop.nights.night import GateResult, Night, Nights, improve, roll_back
-from art_cli.runs.durable import lock_directory, read_lines
+from art_cli.loop.nights.night import GateResult, Night, Nights, _gated_sets, improve, roll_back
+from art_cli.runs.durable import lock_directory, read_lines, write_lines
 from art_cli.runs.feedback import FeedbackEntry
 from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
@@ -393,6 +393,12 @@ def test_a_rollback_needs_no_wait_for_a_night_whose_candidate_is_then_never_serv
 def test_gates_that_cannot_hold_are_refused_before_a_night(gated: LoadedConfig, gates: str) -> None:
     with pytest.raises(UsageError, match="gate"):
         asyncio.run(improve(load_config(gated.path, [f"improve.gates={gates}"])))
+
+
+def test_a_night_that_is_resumed_after_a_week_still_has_its_held_out_scenarios(gated: LoadedConfig) -> None:
+    nights = Nights(gated.config.runs / "letters")
+    write_lines(nights.path(1) / "held_out.jsonl", [{"id": "a", "ask": "apple"}])
+    assert [scenario["id"] for scenario in _gated_sets(gated, nights)["traffic"]] == ["a"]
 
 
 def test_a_candidate_is_not_left_untested(gated: LoadedConfig) -> None:
