@@ -87,6 +87,16 @@ async def test_feedback_is_counted_once_amended_and_withdrawn(tmp_path: Path) ->
     assert len(lines(tmp_path)) == 5
 
 
+async def test_a_body_with_a_key_that_came_as_a_double_is_no_later_change_of_mind(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        body: Json = {"metric_name": "thumbs", "value": True, "inference_id": await reply_id(gateway)}
+        first = await rated(gateway, body)
+        assert await rated(gateway, body, **{"idempotency-key": "k1"}) == first
+        await rated(gateway, body | {"value": False})
+        assert await rated(gateway, body, **{"idempotency-key": "k1"}) == first
+    assert [entry.value for entries in latest(tmp_path).values() for entry in entries] == [False]
+
+
 async def test_a_conversation_is_named_by_its_id_its_name_or_one_of_its_replies(tmp_path: Path) -> None:
     """The mean of a reply's metric is the conversation's; a metric to minimize is negated."""
     async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:

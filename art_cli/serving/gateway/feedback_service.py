@@ -91,11 +91,13 @@ class FeedbackLog:
         before = self._by_key.get(entry.key)
         if before is not None and before.content != content:
             raise invalid(f"{KEY_HEADER}: another body came with it; take a new one")
-        before = before or self._counts.get(entry.target)
-        if before is not None and before.content == content:
-            await self._shared.sync()  # the first one may still be on its way to the disk
-            return before.id
-        if before is None and entry.value is None:
+        counting = before or self._counts.get(entry.target)
+        if counting is not None and counting.content == content:
+            if before is not None or not entry.key:
+                await self._shared.sync()  # the first one may still be on its way to the disk
+                return counting.id
+            entry = msgspec.structs.replace(entry, id=counting.id)  # the line keeps the key for a later double
+        elif entry.value is None and counting is None:
             raise ChatError(404, "value: null withdraws feedback, and there is none for this target and metric")
         self._shared.append(entry)
         self._note(entry)
