@@ -32,7 +32,7 @@ class LangfuseExport(TraceReader):
 
     def __init__(self) -> None:
         self._traces: dict[str, Json] = {}  # id -> trace record
-        self._generations: dict[str, list[Json]] = {}
+        self._generations: dict[str, dict[str | int, Json]] = {}  # trace id -> observation id or number
         self._scores: dict[str, dict[str, float]] = {}
         self._groups: dict[str, str] = {}  # id -> scenario from an observation
         self._given: dict[str, str] = {}  # id -> scenario from the caller
@@ -56,7 +56,8 @@ class LangfuseExport(TraceReader):
 
     def finish(self) -> Iterator[TracedAttempt]:
         for trace, generations in self._generations.items():
-            attempt = _attempt(trace, self._traces.get(trace, {}), generations, self._scores.get(trace, {}))
+            about, scores = self._traces.get(trace, {}), self._scores.get(trace, {})
+            attempt = _attempt(trace, about, list(generations.values()), scores)
             attempt.is_grouped = trace in self._given
             attempt.scenario = self._given.get(trace, self._groups.get(trace, attempt.scenario))
             yield attempt
@@ -86,7 +87,8 @@ class LangfuseExport(TraceReader):
                 if observation.get("level") != "ERROR":
                     raise
                 call = None  # failed calls have no reply
-            self._generations.setdefault(str(_get(observation, "traceId")), []).append({**observation, "call": call})
+            known, id = self._generations.setdefault(str(_get(observation, "traceId")), {}), observation.get("id")
+            known[len(known) if id is None else str(id)] = {**observation, "call": call}
         if scenario := _scenario(observation):
             self._groups.setdefault(str(_get(observation, "traceId")), scenario)
 

@@ -724,3 +724,14 @@ def test_json_over_many_lines_and_in_an_envelope(tmp_path: Path) -> None:
 def test_a_trace_that_is_read_twice_counts_once(tmp_path: Path) -> None:
     done, found = imported(tmp_path, FIXTURES / "openenv.jsonl", FIXTURES / "openenv.jsonl")
     assert len(found) == 2 and done.unread.counts == {"an attempt with this id was already read": 2}
+
+
+def test_a_generation_that_is_read_twice_counts_once(tmp_path: Path) -> None:
+    """In its trace, and again in an export of observations. Without ids they are two."""
+    asked, said = [{"role": "user", "content": "q"}], {"role": "assistant", "content": "a"}
+    part = {"id": "g", "traceId": "t", "type": "GENERATION", "input": asked, "output": said}
+    trace = write(tmp_path / "trace.jsonl", {"id": "t", "name": "n", "observations": [part]})
+    _, [found] = imported(tmp_path, trace, write(tmp_path / "observations.jsonl", part))
+    assert found.messages == [*asked, said] and found.branches == []
+    _, [found] = imported(tmp_path, write(tmp_path / "observations.jsonl", *[{**part, "id": None}] * 2))
+    assert found.branches == [[*asked, said]]
