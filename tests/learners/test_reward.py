@@ -135,6 +135,14 @@ def test_a_persons_label_replaces_the_rewards_order(tmp_path: Path) -> None:
     assert found.counts["unknown_labels"] == 1
 
 
+def test_a_file_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    """As itself and in its run; the label would replace the order of one of two copies."""
+    path = tmp_path / "step_0000" / "scored.jsonl"
+    write_lines(path, [attempt("g", index, text, float(index)) for index, text in enumerate("ab")])
+    PersonLabels(path).answer(Pair("g", "g-0", "g-1"), "left")
+    assert [group.pairs for group in read_preferences([path, tmp_path]).groups] == [[Taught(0, 1, "labels")]]
+
+
 def test_labels_of_files_with_the_same_ids_are_told_apart(tmp_path: Path) -> None:
     files = [tmp_path / name / "scored.jsonl" for name in ("first", "second")]
     for file, verdict in zip(files, ("right", "left"), strict=True):
