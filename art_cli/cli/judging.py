@@ -138,8 +138,8 @@ def judge_file(
 
 
 def least(loaded: LoadedJudge) -> int:
-    """Returns the smallest group size for the judge."""
-    return 2 if ranks(loaded.config) else 1
+    """Returns the smallest group size for the judge. Feedback scores a single attempt without the other judge."""
+    return 2 if ranks(loaded.config) and not isinstance(loaded.config, FeedbackJudgeConfig) else 1
 
 
 def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:

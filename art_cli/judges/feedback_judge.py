@@ -42,7 +42,7 @@ class FeedbackJudge(SeveralJudges):
         return make_key(metric=self._metric, ratings=ratings, otherwise=other)[:12]
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Raises JudgeError if an attempt has no feedback and there is no other judge."""
+        """Raises JudgeError if an attempt without feedback has no other judge, or no attempt to be compared with."""
         rated = {each.id: self._verdict(each) for each in group}
         rest = [each for each in group if rated[each.id] is None]
         verdicts: dict[str, Verdict] = {}
@@ -50,6 +50,9 @@ class FeedbackJudge(SeveralJudges):
             if self._otherwise is None:
                 cure = "name a judge for such attempts in judge.otherwise"
                 raise JudgeError(f"trajectory {rest[0].id}: no feedback {self._metric!r}; {cure}")
+            if self._otherwise.compares and len(group) == 1:
+                reason = "judge.otherwise compares attempts, and this group has one"
+                raise JudgeError(f"trajectory {rest[0].id}: no feedback {self._metric!r}; {reason}")
             verdicts |= await self._otherwise.judge(group if self._otherwise.compares else rest)
         return verdicts | {id: verdict for id, verdict in rated.items() if verdict is not None}
 

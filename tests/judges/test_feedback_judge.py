@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from art_cli.cli.judging import choose_judge
+from art_cli.cli.judging import choose_judge, least
 from art_cli.config.sections.judge_config import FeedbackJudgeConfig
 from art_cli.judges import Judge, Verdict, make_judge
 from art_cli.judges.feedback_judge import FeedbackJudge
@@ -69,6 +69,21 @@ async def test_feedback_is_the_reward_and_the_rest_is_judged(
     assert "feedback.jsonl has no 'thumb'; it has: minutes, thumbs" in caplog.text
     with pytest.raises(JudgeError, match=r"no feedback 'thumbs'.*judge.otherwise"):
         await make_judge(config, tmp_path).judge(group("a", "b"))
+
+
+async def test_a_rated_single_attempt_needs_no_comparison(tmp_path: Path) -> None:
+    """Most conversations of a gateway are single. An unrated one is owed, and the ranking judge is not asked."""
+    write_lines(tmp_path / "feedback.jsonl", [entry("a", "thumbs", True)])
+    loaded = choose_judge(
+        None, ["judge=feedback", "judge.metric=thumbs", "judge.otherwise=ruler"], beside=tmp_path / "x"
+    )
+    assert isinstance(loaded.config, FeedbackJudgeConfig) and least(loaded) == 1
+    other = Other(compares=True)
+    judge = FeedbackJudge(loaded.config, tmp_path, judges={"otherwise": other})
+    assert [each.reward for each in await judge_group(judge, group("a"))] == [1.0]
+    with pytest.raises(JudgeError, match="no feedback 'thumbs'.*this group has one"):
+        await judge.judge(group("b"))
+    assert other.asked == []
 
 
 def test_new_feedback_makes_other_settings_and_the_file_stands_beside_the_trajectories(tmp_path: Path) -> None:

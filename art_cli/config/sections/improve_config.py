@@ -44,8 +44,8 @@ class ImproveConfig(Section):
     scenario: str | None = None
     """Your function "file.py:function" that makes a scenario from a conversation, or None to leave it out:
     scenario(conversation, feedback), both JSON. null: {"id", "messages", "tools"} of the first call."""
-    min_scenarios: PositiveInt = 20
-    """The new scenarios that a night needs."""
+    min_scenarios: Annotated[PositiveInt, Field(ge=2)] = 20
+    """The new scenarios that a night needs. One trains and one tests at least."""
     max_scenarios: PositiveInt = 500
     """The limit on a night's new scenarios. The newest are taken."""
     held_out: Share = 0.2

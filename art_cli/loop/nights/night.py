@@ -247,7 +247,7 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
             f"{len(traffic.scenarios)} new scenarios in {traffic.num_conversations} conversations; a night needs "
             f"{config.min_scenarios} (improve.min_scenarios){unwritten if num else ''}"
         )
-    num_held_out = max(1, round(len(traffic.scenarios) * config.held_out))
+    num_held_out = min(max(1, round(len(traffic.scenarios) * config.held_out)), len(traffic.scenarios) - 1)
     training, held_out = traffic.scenarios[:-num_held_out], traffic.scenarios[-num_held_out:]
     number, num_own = known[-1].number + 1 if known else 1, round(len(training) * config.rehearsal)
     own = RunScenarios(loaded.config, loaded.directory).training
