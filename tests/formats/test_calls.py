@@ -1,5 +1,7 @@
 """Replies are matched to turns only if unambiguous, never guessed."""
 
+import math
+
 import msgspec
 
 from art_cli.formats.traces.spans import calls_of
@@ -28,6 +30,15 @@ def test_replies_have_their_turns_tools_their_results_and_the_calls_share_the_ti
     assert second.tools == []
     assert first.begin == 1_700_000_000.0 and abs(first.end - first.begin - 10 * 4 / 7) < 1e-6
     assert second.begin == first.end and abs(second.end - 1_700_000_010.0) < 1e-6
+
+
+def test_calls_have_measured_times_within_the_attempt_if_each_has_them() -> None:
+    """A file's times may be wrong: they are bounded by the attempt's 10 s."""
+    first, second = calls_of(attempt(spans=[(0.5, 2.0), (3.0, math.inf)]))
+    assert [each - 1_700_000_000.0 for each in (first.begin, first.end, second.begin, second.end)] == [0.5, 2, 3, 10]
+    backward, unknown = calls_of(attempt(spans=[(5.0, 4.0), (math.nan, -1.0)]))
+    assert backward.begin == backward.end == 1_700_000_005.0 and unknown.begin == unknown.end == 1_700_000_000.0
+    assert calls_of(attempt(spans=[(0.5, 2.0)])) == calls_of(attempt())
 
 
 def test_examples_in_the_prompt_are_no_calls_and_a_reply_that_nobody_saw_takes_no_turn() -> None:

@@ -12,14 +12,15 @@ attempt id, so resending an attempt updates the same trace. Spans contain no tok
 A ModelCall combines the messages around a call, the tools called, and the turn with its tokens. Trajectories store
 conversations and turns separately, so replies are matched to turns only if the match is unambiguous. In a single
 conversation the last replies match the turns in order. With several conversations, each needs a turn path of matching
-length. Ambiguous calls get no turn rather than another call's tokens. Trajectories record only one start time and
-duration, which are divided among the calls in proportion to sampled tokens: the order is exact, the durations are
-estimates.
+length. Ambiguous calls get no turn rather than another call's tokens. If each call has a turn with measured times,
+these are its times. Otherwise the attempt's duration is divided among the calls in proportion to sampled tokens: the
+order is exact, the durations are estimates.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,7 +54,7 @@ class ModelCall(NamedTuple):
     place: int
     turn: Turn | None  # the matching turn, if unambiguous
     number: int | None  # index of the turn in the trajectory
-    begin: float  # seconds since the epoch, estimated
+    begin: float  # seconds since the epoch, measured or estimated
     end: float
 
     @property
@@ -110,14 +111,19 @@ def calls_of(trajectory: Trajectory) -> list[ModelCall]:
 def _timed(
     trajectory: Trajectory, conversations: Sequence[Sequence[Json]], found: Sequence[tuple[int, int, int | None]]
 ) -> list[ModelCall]:
-    weights = [1 + (0 if index is None else len(trajectory.turns[index].sampled_ids)) for _, _, index in found]
-    share = max(0.0, trajectory.duration_s) / max(1, sum(weights))
-    calls, begin = [], trajectory.started_at
-    for (number, place, index), weight in zip(found, weights, strict=True):
-        turn = None if index is None else trajectory.turns[index]
-        calls.append(ModelCall(conversations[number], place, turn, index, begin, begin + share * weight))
-        begin = calls[-1].end
-    return calls
+    start, duration = trajectory.started_at, max(0.0, trajectory.duration_s)
+    known = [index for _, _, index in found if index is not None and index < len(trajectory.spans)]
+    if len(known) == len(found):
+        spans = [[min(max(0.0, each), duration) for each in trajectory.spans[index]] for index in known]
+    else:
+        weights = [1 + (0 if index is None else len(trajectory.turns[index].sampled_ids)) for _, _, index in found]
+        ends = [duration * done / max(1, sum(weights)) for done in accumulate(weights, initial=0)]
+        spans = [list(each) for each in pairwise(ends)]
+    return [
+        ModelCall(conversations[number], place, None if index is None else trajectory.turns[index], index,
+                  start + begin, start + max(begin, end))
+        for (number, place, index), (begin, end) in zip(found, spans, strict=True)
+    ]  # fmt: skip
 
 
 def _turns(trajectory: Trajectory, num_replies: Sequence[int]) -> list[list[int] | None]:
