@@ -57,11 +57,12 @@ class ImproveConfig(Section):
     safety: Scenarios | None = None
     """More scenarios that every candidate plays, written like `rollout.scenarios`."""
     gates: dict[GatedSet, str] = {
-        "tasks": "reward>=baseline-0.02",
+        "tasks": "reward.high>=baseline",
         "traffic": "reward>=baseline-0.02",
         "safety": "reward>=baseline",
     }
     """What a candidate must reach before it answers anybody, as in `art eval --gate`. The baseline is the promoted
-    policy. tasks: the scenarios of `eval`. traffic: the held-out scenarios of the last week."""
+    policy. tasks: the scenarios of `eval`, often few and older than the traffic, so only a significant loss fails.
+    traffic: the held-out scenarios of the last week."""
     patience: PositiveInt = 5
     """The nights in a row without a promotion after which `art improve` begins no further night."""
