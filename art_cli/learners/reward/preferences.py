@@ -138,9 +138,9 @@ def _group(file: Path, rows: Sequence[_Row], places: _Places, counts: dict[str, 
         for digest in (row.digest, ""):
             places[row.group_id, row.id, digest] = group, index
     rewards = [(row.reward, index) for index, row in enumerate(whole) if row.reward is not None]
-    if len(rows) == len(rewards) == 1:
-        counts["beyond_0_to_1"] += (is_beyond := not 0 <= rewards[0][0] <= 1)
-        rewards = [] if is_beyond else rewards
+    if len(rows) == len(rewards) == 1 and not 0 <= rewards[0][0] <= 1:
+        counts["beyond_0_to_1"] += 1
+        rewards = []
     if len(rows) == 1 or kind in ON_ONE_SCALE:
         group.values = {index: reward for reward, index in rewards}
     for (low, worse), (high, better) in combinations(sorted(rewards), 2):
