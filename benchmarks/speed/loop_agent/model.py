@@ -30,8 +30,10 @@ def build(directory: Path) -> None:
 
 
 def keep_words(directory: Path, tokenizer: Any) -> None:
-    """Only words of one token keep an embedding, so that the model says no others. Text of random pieces of words would
-    be split into other tokens when it comes back in the next prompt, which would then not continue the sampled ones.
+    """Only words of one token keep a large embedding, so that the model says no others. Text of random pieces of words
+    would be split into other tokens when it comes back in the next prompt, which would then not continue the sampled
+    ones. The small embeddings are not zero: a norm of a zero first token multiplies its gradient by a thousand, and
+    after 28 layers it is no number.
     """
     from safetensors.torch import load_file, save_file
 
@@ -39,5 +41,5 @@ def keep_words(directory: Path, tokenizer: Any) -> None:
     embedding = tensors["model.embed_tokens.weight"]
     whole = [ids[0] for ids in tokenizer([" " + word for word in words()[:1500]])["input_ids"] if len(ids) == 1]
     kept = embedding[whole].clone()
-    embedding.zero_()[whole] = kept
+    embedding.mul_(0.01)[whole] = kept
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
