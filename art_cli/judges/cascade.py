@@ -9,12 +9,13 @@ The expensive judge is asked in two cases:
              measure the agreement of both judges.
 
 A group's doubt is the mean of sigmoid(-|difference|) over its pairs: the expected share of pairs in the wrong order if
-scores are log-odds, as those of `art reward` are (Bradley and Terry 1952). With `first.activation: sigmoid`, a score v
-is the expected reward, and the doubt is the mean of v (1 - v): no reward in [0, 1] with this mean has a larger variance
-(Bhatia and Davis 2000). So groups that are surely all right or all wrong are not asked about.
+scores are log-odds, as those of `art reward` are (Bradley and Terry 1952). With `first.activation: sigmoid` and an
+expensive judge that does not rank, a score v is the expected reward, and the doubt is the mean of v (1 - v): no reward
+in [0, 1] with this mean has a larger variance (Bhatia and Davis 2000). So groups that are surely all right or all wrong
+are not asked about.
 
-All rewards of a group come from one judge. Only with such a sigmoid are both judges' rewards on one scale, and compare
-across groups if the expensive judge's do.
+All rewards of a group come from one judge. Only in this second case are both judges' rewards on one scale, and compare
+across groups.
 """
 
 import math
@@ -65,7 +66,7 @@ class CascadeJudge(SeveralJudges):
         return {id: Verdict(reward=each.reward, scores=[firsts[id], *scores[id]]) for id, each in then.items()}
 
     def _is_unsure(self, rewards: Sequence[float]) -> bool:
-        doubt = value_doubt(rewards) if self.config.has_values else pair_doubt(rewards)
+        doubt = pair_doubt(rewards) if self.compares else value_doubt(rewards)
         if doubt is None:
             return False
         insort(self._doubts, doubt)

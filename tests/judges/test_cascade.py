@@ -154,6 +154,10 @@ async def test_expected_values_compare_across_groups_and_sure_groups_are_not_ask
     assert not judge.compares and len(asked(judge)) > 20
     assert all(int(name[1:]) % 3 == 2 for name in asked(judge)[1:])
     ruler = config.model_copy(update={"then": RulerJudgeConfig(name="ruler")})
+    ranking = CascadeJudge(ruler, Path("."), judges={"first": Told("cheap"), "then": Told("dear")})
+    for number in range(20):
+        await ranking.judge(group(number, [0.5]))
+    assert ranking.compares and asked(ranking) == []  # a single attempt cannot be ranked
     assert ranks(ruler) and ranks(config.model_copy(update={"first": FAKE})) and not ranks(config)
 
 

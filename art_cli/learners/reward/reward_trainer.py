@@ -73,9 +73,7 @@ class RewardTrainer:
         return bare_sample(np.array([*ids, 0], dtype=np.int64), np.array([len(ids)]), group.name)
 
     def train(self, groups: Sequence[PreferenceGroup], *, progress: Bar | None = None) -> float:
-        """Trains all epochs. Returns the last epoch's mean loss. Raises LearnerError if it is not
-        finite.
-        """
+        """Trains all epochs. Returns the last epoch's mean loss. Raises LearnerError if it is not finite."""
         samples, config = self.samples(groups), self.config
         num_epoch = -(-len(groups) // config.groups_per_update)
         num_updates, losses = config.epochs * num_epoch, list[float]()
