@@ -6,8 +6,7 @@ Gate and canary alone, on replayed outcomes. The gate plays 64 scenarios with bo
 scenario's probability (0.05 to 0.95, mean 0.6), and with the gain more for the candidate. Then requests come from 30
 clients, a few of them busy (Zipf), and the candidate answers the canary's share. A request in three is rated, on
 average 200 requests late. A tenth of the ratings is forged by four clients: tossed coins, or always bad. The error is
-0.05. A request is a conversation. A candidate whose mean rating after half of the ratings is not above the other's ends
-undecided, as in `art improve`.
+0.05. A request is a conversation. A canary that is behind ends undecided, as in `art improve`.
 """
 
 import argparse
@@ -57,7 +56,7 @@ def night(gain: float, share: float, num_requests: int, seed: int) -> Ended:
         test.add(rating)
         if test.verdict != "open":
             return Ended(test.verdict, number)
-        if test.num >= num_requests * RATED / 2 and test.shows_no_gain:
+        if test.is_behind(test.num / (num_requests * RATED)):
             return Ended("open", number)
     return Ended("open", num_requests)
 

@@ -26,8 +26,8 @@ class CanaryConfig(Section):
     margin: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Also promotes a candidate that is worse by less than this."""
     max_ratings: PositiveInt = 5000
-    """The ratings after which an undecided candidate is rolled back; half as many if its mean rating is not above the
-    promoted policy's, less `margin`."""
+    """The ratings after which an undecided candidate is rolled back. From a quarter of them on, a candidate that will
+    hardly show a gain is rolled back earlier. If its mean rating was the better one, the next night trains it on."""
     max_hours: PositiveFloat = 168.0
     """The hours after which an undecided candidate is rolled back."""
     client_share: Share = 0.1

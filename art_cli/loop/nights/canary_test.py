@@ -24,6 +24,7 @@ Verdict = Literal["better", "worse", "open"]
 
 FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 MAX_WAITING = 10  # blocks of ratings that wait for ratings of the other policy
+FIRST_LOOK = 0.25  # the share of the ratings before which no test is behind
 FEWEST = 3  # ratings that every client may give before its share counts
 
 
@@ -72,10 +73,13 @@ class CanaryTest:
     def num(self) -> int:
         return self.promoted.num + self.candidate.num
 
-    @property
-    def shows_no_gain(self) -> bool:
-        """Returns whether the candidate's mean rating is not above the promoted policy's, less the margin."""
-        return self.candidate.mean + self._margin <= self.promoted.mean
+    def is_behind(self, done: float) -> bool:
+        """Returns whether the test will hardly show a gain. `done` is the share of the ratings that it may take.
+
+        The logarithm of the wealth has to rise to the bound. From a quarter of the ratings on, the test is behind below
+        a line that starts at minus half of the bound and ends at plus half of it.
+        """
+        return done >= FIRST_LOOK and _log_mean(self._up) < self._bound * (done - 0.5)
 
     def add_all(self, ratings: Iterable[Rating]) -> None:
         """Counts ratings until the test has decided."""

@@ -80,6 +80,7 @@ class Night(msgspec.Struct, kw_only=True):
     number: int
     started_at: float  # seconds since the epoch
     baseline: str  # the promoted checkpoint, relative to the run
+    start: str = ""  # the checkpoint that training starts from; "": the baseline
     files: list[str]  # trajectory files of the gateway, relative to the run
     num_conversations: int
     num_scenarios: int  # from traffic, without the held-out ones
@@ -261,6 +262,7 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
         number=number,
         started_at=time.time(),
         baseline=served.checkpoint,
+        start=_start(nights, known, served),
         files=[os.path.relpath(path.resolve(), nights.run.resolve()) for path in traffic.files],
         num_conversations=traffic.num_conversations,
         num_scenarios=len(training),
@@ -268,6 +270,19 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
     )
     nights.write(night)
     return night
+
+
+def _start(nights: Nights, known: Sequence[Night], served: Served) -> str:
+    """Returns the last candidate, if its canary ended undecided with a better mean rating than the promoted policy's.
+
+    So a gain that is too small to show in one canary adds up over nights. Gates and canary compare with the promoted
+    policy, whatever training starts from.
+    """
+    last = next((each for each in reversed(known) if each.outcome not in ("no update", "failed")), None)
+    if last is None or last.outcome != "undecided" or last.baseline != served.checkpoint or last.trial is None:
+        return served.checkpoint
+    is_better = last.trial.candidate > last.trial.promoted and (nights.run / last.candidate).is_dir()
+    return last.candidate if is_better else served.checkpoint
 
 
 async def _prepare(loaded: LoadedConfig, nights: Nights, night: Night, served: Served) -> None:
@@ -305,14 +320,14 @@ def _end_if_stale(night: Night, served: Served | None) -> None:
 
 
 async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
-    """Trains from the promoted checkpoint, in a run of its own."""
+    """Trains in a run of its own."""
     config, directory = _section(loaded), nights.path(night.number)
-    baseline = nights.run / night.baseline
-    run, first = RunDir(directory / "run"), read_manifest(baseline).step
+    start = nights.run / (night.start or night.baseline)
+    run, first = RunDir(directory / "run"), read_manifest(start).step
     if not run.root.exists():
-        source = run_of(baseline)
+        source = run_of(start)
         if source is None:
-            raise CheckpointError(f"{baseline}: not in a run")
+            raise CheckpointError(f"{start}: not in a run")
         fork(source, run.root, step=first)
     result = await train(_night_config(loaded, directory, steps=first + config.steps))
     lines = [line.metrics for line in run.metrics() if line.split == "train" and line.step >= first]
@@ -326,7 +341,7 @@ async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
         why = result.closing["fault"] or f"no group of attempts differed in reward; {num_failed} of {num} failed"
         night.outcome, night.reason = "no update", why
     found = choose(run, "newest")
-    if not night.outcome and _digest(found.path) == _digest(baseline):
+    if not night.outcome and _digest(found.path) == _digest(start):
         night.outcome, night.reason = "no update", "every update was taken back (train.max_kl)"
     night.candidate = str(found.path.relative_to(nights.run))
     nights.write(night)
@@ -460,8 +475,9 @@ def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
     elif test.num >= config.max_ratings or hours >= config.max_hours:
         night.outcome = "undecided"
         night.reason = f"{test.num} ratings in {hours:.1f} hours did not show that it is better"
-    elif test.num >= config.max_ratings / 2 and test.shows_no_gain:
-        night.outcome, night.reason = "undecided", f"after {test.num} ratings its feedback was not better"
+    elif test.is_behind(test.num / config.max_ratings):
+        night.outcome = "undecided"
+        night.reason = f"after {test.num} ratings its feedback was too little better, if at all"
     after = msgspec.structs.replace(served, canary=None)
     if night.outcome == "promoted":
         after = Served(served.canary.checkpoint, served.canary.policy, [*served.previous, served.checkpoint])

@@ -18,7 +18,7 @@ import pytest
 
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.loop.nights.canary_test import Rating
-from art_cli.loop.nights.night import GateResult, Night, Nights, _gated_sets, improve, roll_back
+from art_cli.loop.nights.night import GateResult, Night, Nights, _gated_sets, _start, improve, roll_back
 from art_cli.runs.durable import lock_directory, read_lines, write_lines
 from art_cli.runs.feedback import FeedbackEntry
 from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
@@ -306,13 +306,16 @@ def test_files_that_somebody_changed_are_one_line(filled: Project) -> None:
 BASELINE, CANDIDATE = "checkpoints/step_0000", "nights/night_0001/run/checkpoints/step_0001"
 
 
+def _night(number: int, **fields: Any) -> Night:
+    counts = {"num_conversations": 9, "num_scenarios": 8, "num_held_out": 1}
+    return Night(number=number, started_at=1.0, baseline=BASELINE, files=[], **counts, **fields)
+
+
 @pytest.fixture
 def gated(tmp_path: Path) -> LoadedConfig:
     """A run with a night whose candidate has passed its gates. Its checkpoints have no weights."""
     project = Project(tmp_path / "letters")
-    counts = {"num_conversations": 9, "num_scenarios": 8, "num_held_out": 1}
-    night = Night(number=1, started_at=1.0, baseline=BASELINE, files=[], **counts)
-    night.candidate, night.gates = CANDIDATE, [GateResult("traffic", "reward>=0", True)]
+    night = _night(1, candidate=CANDIDATE, gates=[GateResult("traffic", "reward>=0", True)])
     for step, path in enumerate((BASELINE, CANDIDATE)):
         with new_checkpoint(project.root / path, Manifest(step=step, base="nothing", config_hash="")):
             pass
@@ -350,15 +353,17 @@ def test_a_canary_that_was_ended_is_not_served_again(gated: LoadedConfig) -> Non
 @pytest.mark.parametrize(
     ("num_ratings", "candidate", "margin", "outcome"),
     [
-        (98, 0.5, 0.0, ""),
-        (100, 0.5, 0.0, "undecided"),
-        (100, 0.6, 0.0, ""),
+        (48, 0.3, 0.0, ""),
+        (60, 0.3, 0.0, "undecided"),
+        (100, 0.5, 0.0, ""),
+        (104, 0.5, 0.0, "undecided"),
+        (104, 0.6, 0.0, ""),
         (200, 0.52, 0.0, "undecided"),
-        (100, 0.45, 0.1, ""),
-        (100, 0.45, 0.05, "undecided"),
+        (104, 0.45, 0.1, ""),
+        (104, 0.45, 0.05, "undecided"),
     ],
 )
-def test_a_canary_without_a_gain_ends_at_half_of_its_ratings(
+def test_a_canary_that_is_behind_ends_early_and_a_better_mean_is_trained_on(
     gated: LoadedConfig,
     monkeypatch: pytest.MonkeyPatch,
     num_ratings: int,
@@ -377,6 +382,14 @@ def test_a_canary_without_a_gain_ends_at_half_of_its_ratings(
     loaded = load_config(gated.path, ["improve.canary.max_ratings=200", f"improve.canary.margin={margin}"])
     night, served = look(loaded)
     assert night.outcome == outcome and (served.canary is None) == bool(outcome)
+    if outcome:
+        nights = Nights(gated.config.runs / "letters")
+        start = CANDIDATE if candidate > 0.5 else BASELINE
+        assert _start(nights, [night], served) == start
+        assert _start(nights, [night, _night(2, outcome="no update")], served) == start
+        assert _start(nights, [night, _night(2, outcome="gates missed")], served) == BASELINE
+        promoted = Served(CANDIDATE, "", [BASELINE])
+        assert _start(nights, [night], promoted) == CANDIDATE, "what is promoted"
 
 
 def test_a_rollback_needs_no_wait_for_a_night_whose_candidate_is_then_never_served(gated: LoadedConfig) -> None:
