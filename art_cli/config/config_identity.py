@@ -55,6 +55,8 @@ MAY_CHANGE = frozenset(  # a run may resume with new values, and records the ste
         *("rollout.timeout_s", "rollout.retries", "rollout.processes", "rollout.python"),
         # tries for a usable answer from the judge
         "judge.attempts",
+        # a judge of one's own, trained again on what a cascade's second judge has scored
+        "judge.first.model",
     }
 )
 

@@ -35,6 +35,7 @@ from art_cli.judges.shadow_judges import is_chosen, named_score
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 
 FIRST = "cascade.first"  # name of the cheap judge's score, which every trajectory has
+THEN = "cascade.then"  # name of the expensive judge's score if the judge gives none of its own
 MIN_PAIRS = 200  # newest audited pairs over which the agreement is measured: plus or minus 6 points at 0.8
 MIN_AGREEMENT = 0.8  # share of pairs in the same order below which the cheap judge has drifted
 
@@ -62,7 +63,7 @@ class CascadeJudge(SeveralJudges):
         if not self._is_unsure([first[each.id].reward for each in group]) and not is_audit(group, self.config):
             return {id: Verdict(reward=each.reward, scores=[firsts[id]]) for id, each in first.items()}
         then = await self.judges["then"].judge(group)
-        scores = {id: each.scores or [named_score("then", each)] for id, each in then.items()}
+        scores = {id: each.scores or [named_score(THEN, each)] for id, each in then.items()}
         return {id: Verdict(reward=each.reward, scores=[firsts[id], *scores[id]]) for id, each in then.items()}
 
     def _is_unsure(self, rewards: Sequence[float]) -> bool:

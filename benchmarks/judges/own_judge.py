@@ -5,7 +5,7 @@
     python -m benchmarks.judges.own_judge --recipe function-calling --made 11 --steps 5    # also email-search
     python -m benchmarks.judges.own_judge --run runs/assistant --steps 2    # of a run that is there
     python -m benchmarks.judges.own_judge --made 16 --steps 12 --thumbs 200   # learns from 200 single ratings
-    python -m benchmarks.judges.own_judge --made 16 --steps 12 --train   # then trains with teacher, judge and cascade
+    python -m benchmarks.judges.own_judge --made 16 --steps 12 --train   # then trains with each of SIDES
 
 A run makes attempts. The judge learns from the first steps. It is measured on held-out requests of these, and on the
 attempts of the last steps, by a policy that has learned since. Then the judge and the recipe's own reward score
@@ -32,7 +32,8 @@ from art_cli.runs.trajectory import ScoredTrajectory
 
 ROOT = Path(__file__).parents[2]
 TRAIN_STEPS = 14
-SIDES = ("teacher", "judge", "cascade")
+RELEARNED = 2  # steps after which the judge learns again from what the cascade asked
+SIDES = ("teacher", "judge", "cascade", "relearned")
 
 
 def art(*words: object) -> str:
@@ -72,9 +73,24 @@ def cascade_calls(scored: Path, judge: Path) -> str:
     return f"cascade: the second judge scored {_asked(output)} groups"
 
 
-def cascade(judge: Path) -> list[str]:
+def cascade(judge: Path, *, unsure: float = 0.05, audit: float = 0.05) -> list[str]:
     first = f"judge.first={{name: reward_model, model: '{judge}', activation: sigmoid}}"
-    return ["judge.name=cascade", first, "judge.then={name: rollout}", "judge.unsure=0.05", "judge.audit=0.05"]
+    return ["judge.name=cascade", first, "judge.then={name: rollout}", f"judge.unsure={unsure}", f"judge.audit={audit}"]
+
+
+def learn(data: Iterable[object], judge: Path, *words: object) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(
+        art("reward", *data, "-o", judge, *words, "--json", "--base", "builtin:smollm2-135m")
+    )
+    return result
+
+
+def train_relearned(train: Sequence[object], run: Path, judge: Path, data: Sequence[Path]) -> None:
+    """Trains with the cascade, and after every RELEARNED steps trains the judge on what the teacher has scored."""
+    for step in range(RELEARNED, TRAIN_STEPS + 1, RELEARNED):
+        art(*train, f"train.steps={step}", *cascade(judge, unsure=0.0, audit=0.1))
+        judge = judge.with_name(f"judge-{step}")
+        learn([*data, run], judge)
 
 
 def _asked(*files: Path) -> str:
@@ -84,8 +100,10 @@ def _asked(*files: Path) -> str:
     return f"{asked} of {len(groups)}"
 
 
-def train_with(recipe: str, directory: Path, judge: Path, names: Sequence[str]) -> str:
-    """Trains from the start with the teacher, with the judge, and with both as a cascade, by SIDES."""
+def train_with(recipe: str, directory: Path, judge: Path, data: Sequence[Path], names: Sequence[str]) -> str:
+    """Trains from the start with the teacher, with the judge, with both as a cascade, and with a cascade whose judge
+    learns as it goes.
+    """
     lines = ["| trained with | right, held out, by step | teacher's groups |", "|---|---|---|"]
     config = ROOT / "recipes" / recipe / "config.yaml"
     sides = {
@@ -94,10 +112,12 @@ def train_with(recipe: str, directory: Path, judge: Path, names: Sequence[str]) 
         "cascade": cascade(judge),
     }
     for name in names:
-        words = sides[name]
-        settings = [f"runs={directory}/trained", f"name={name}", f"train.steps={TRAIN_STEPS}", "eval.every=7"]
-        art("train", config, *settings, *words)
         run = RunDir(directory / "trained" / name)
+        train = ["train", config, f"runs={directory}/trained", f"name={name}", "eval.every=7", "train.decay=none"]
+        if name == "relearned":
+            train_relearned(train, run.root, judge, data)
+        else:
+            art(*train, f"train.steps={TRAIN_STEPS}", *sides[name])
         means = {step: values.get("right", values["reward"]) for step, values in run.evaluations().items()}
         files = sorted(run.root.glob("step_*/scored.jsonl"))
         asked = {"teacher": "all", "judge": "0"}.get(name) or _asked(*files)
@@ -128,13 +148,12 @@ def main() -> None:
         present.write_bytes(b"".join(file.read_bytes() for file in last))
         if options.thumbs:
             data = [thumbs(data, options.thumbs, directory / "thumbs.jsonl")]
-        learned = ["reward", *data, "-o", judge, f"reward.epochs={options.epochs}", "--json"]
-        result = json.loads(art(*learned, "--base", "builtin:smollm2-135m", "--present", present))
+        result = learn(data, judge, f"reward.epochs={options.epochs}", "--present", present)
         print(table(result, f"{(time.monotonic() - start) / 60:.1f}"))
         if not options.thumbs:
             print(cascade_calls(present, judge))
         if options.train is not None:
-            print(train_with(options.recipe, directory, judge, options.train or SIDES))
+            print(train_with(options.recipe, directory, judge, data, options.train or SIDES))
 
 
 def table(result: dict[str, Any], minutes: str) -> str:

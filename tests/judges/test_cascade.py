@@ -105,8 +105,8 @@ async def test_a_groups_rewards_come_from_one_judge_and_both_scores_are_recorded
     scored = await judge_group(judge, group(1, [3.0, -1.0], [0.2, 0.9]))
     assert [each.reward for each in scored] == [0.2, 0.9]
     assert [[(score.judge, score.score) for score in each.scores] for each in scored] == [
-        [("cascade.first", 3.0), ("then", 0.2)],
-        [("cascade.first", -1.0), ("then", 0.9)],
+        [("cascade.first", 3.0), ("cascade.then", 0.2)],
+        [("cascade.first", -1.0), ("cascade.then", 0.9)],
     ]
     single = await judge_group(judge, group(2, [3.0]))
     assert [each.reward for each in single] == [3.0] and asked(judge) == ["g1"]

@@ -17,6 +17,7 @@ from art_cli.config.sections.model_config import ModelConfig
 from art_cli.config.sections.reward_config import RewardConfig
 from art_cli.judges import make_judge
 from art_cli.judges.agreement import pairwise
+from art_cli.judges.cascade import FIRST, THEN
 from art_cli.judges.files.person_labels import Pair, PersonLabels
 from art_cli.learners.reward.preferences import PreferenceGroup, Taught, divide, read_preferences
 from art_cli.learners.reward.reward_report import ComparedPair, measure
@@ -197,6 +198,24 @@ def test_rewards_on_one_scale_teach_their_value_also_in_a_group_without_a_differ
     rows[0].reward = 1.5
     write_lines(path, rows)
     assert [group.values for group in read_preferences([path]).groups] == [{}, {}, {}]
+
+
+def test_a_cascade_teaches_what_its_second_judge_scored(tmp_path: Path) -> None:
+    """Not what the first judge scored alone, because the first judge learns here. A person's label still counts."""
+    first, then, ruler = (Score(judge=name, score=0.0) for name in (FIRST, THEN, "ruler"))
+    rows = []
+    for name, scores in (("alone", [first]), ("asked", [first, then]), ("ranked", [first, ruler]), ("said", [first])):
+        rows += [attempt(name, index, text, float(index), size=2, scores=scores) for index, text in enumerate("ab")]
+    write_lines(tmp_path / "scored.jsonl", rows)
+    (tmp_path / "labels.jsonl").write_text('{"group_id":"said","left":"said-0","right":"said-1","verdict":"left"}\n')
+    found = read_preferences([tmp_path / "scored.jsonl", tmp_path / "labels.jsonl"])
+    pairs = {group.ids[0]: (group.pairs, group.values) for group in found.groups}
+    assert pairs == {
+        "asked-0": ([Taught(1, 0, "reward")], {0: 0.0, 1: 1.0}),
+        "ranked-0": ([Taught(1, 0, "ruler")], {}),
+        "said-0": ([Taught(0, 1, "labels")], {}),
+    }
+    assert found.counts["cascade_not_asked"] == 4
 
 
 def test_the_default_base_is_the_runs_and_code_that_a_run_names_is_not_called(tmp_path: Path) -> None:

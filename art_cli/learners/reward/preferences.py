@@ -4,10 +4,11 @@
                     that users gave, and those of a group of one attempt
     labels.jsonl    pairs that a person ordered (`art label`); they replace the rewards of the same two attempts
 
-Rewards of other judges may compare within a group only, so they are no values. If a reward in a file lies outside
-[0, 1], no group of the same judge gives values. A person's `equal` removes the pair. Attempts without a reward or
-without messages, groups without a difference and values, and single rewards outside [0, 1] teach nothing and are
-counted.
+A cascade's groups teach what its second judge scored. The groups that its first judge scored alone teach nothing,
+because this judge is the pupil. Rewards of other judges may compare within a group only, so they are no values. If a
+reward in a file lies outside [0, 1], no group of the same judge gives values. A person's `equal` removes the pair.
+Attempts without a reward or without messages, groups without a difference and values, and single rewards outside [0, 1]
+teach nothing and are counted.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from art_cli.judges.cascade import FIRST, THEN
 from art_cli.judges.files.person_labels import SIGNS, PairLabel, Verdict, message_digest
 from art_cli.judges.judge_report import ScoredRow
 from art_cli.learners.sft.examples import scored_files
@@ -81,7 +83,8 @@ def read_preferences(paths: Sequence[Path]) -> Preferences:
     """
     files = list({file.resolve(): file for path in paths for file in data_files(path)}.values())
     labels, groups = list[PairLabel](), list[PreferenceGroup]()
-    counts = dict.fromkeys(("without_reward", "without_messages", "without_difference", "beyond_0_to_1"), 0)
+    left_out = ("without_reward", "without_messages", "without_difference", "beyond_0_to_1", "cascade_not_asked")
+    counts = dict.fromkeys(left_out, 0)
     places: _Places = {}
     for file in files:
         if _is_labels(file):
@@ -127,7 +130,8 @@ def _is_labels(path: Path) -> bool:
 
 
 def _group(file: Path, rows: Sequence[_Row], places: _Places, counts: dict[str, int]) -> PreferenceGroup:
-    kind = "+".join(sorted({score.judge for row in rows for score in row.scores})) or "reward"
+    judges = {score.judge for row in rows for score in row.scores}
+    kind = "+".join(sorted(judges - {FIRST, THEN})) or "reward"
     scenario = f"{rows[0].source or ''}/{rows[0].scenario.get('id', rows[0].group_id)}"
     whole = [row for row in rows if row.error is None and row.conversation]
     counts["without_messages"] += sum(row.error is None and not row.conversation for row in rows)
@@ -138,6 +142,9 @@ def _group(file: Path, rows: Sequence[_Row], places: _Places, counts: dict[str, 
         for digest in (row.digest, ""):
             places[row.group_id, row.id, digest] = group, index
     rewards = [(row.reward, index) for index, row in enumerate(whole) if row.reward is not None]
+    if judges == {FIRST}:
+        counts["cascade_not_asked"] += len(rewards)
+        return group
     if len(rows) == len(rewards) == 1 and not 0 <= rewards[0][0] <= 1:
         counts["beyond_0_to_1"] += 1
         rewards = []
