@@ -154,6 +154,16 @@ def test_labels_of_files_with_the_same_ids_are_told_apart(tmp_path: Path) -> Non
     assert [group.pairs for group in found.groups] == [[Taught(1, 0, "labels")], [Taught(0, 1, "labels")]]
 
 
+def test_a_label_counts_in_every_file_with_its_attempts(tmp_path: Path) -> None:
+    """As when `art judge` has scored a file again."""
+    files = [tmp_path / name for name in ("scored.jsonl", "again.jsonl")]
+    for file in files:
+        write_lines(file, [attempt("g", index, text, float(index)) for index, text in enumerate("ab")])
+    PersonLabels(files[0]).answer(Pair("g", "g-0", "g-1"), "left")
+    found = read_preferences([*files, tmp_path / "labels.jsonl"])
+    assert [group.pairs for group in found.groups] == [[Taught(0, 1, "labels")]] * 2
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -15,7 +15,7 @@ import contextlib
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +60,8 @@ class Preferences(NamedTuple):
     counts: dict[str, int]  # pairs by kind, single values, and what was left out
 
 
-_Places = dict[tuple[str, str, str], tuple[PreferenceGroup, int]]  # group, attempt, digest or "" -> attempt's index
+# (group id, attempt id, digest or "") -> the group of each file, and the attempt's index in it
+_Places = dict[tuple[str, str, str], list[tuple[PreferenceGroup, int]]]
 
 
 class _Row(ScoredRow, kw_only=True):
@@ -140,7 +141,7 @@ def _group(file: Path, rows: Sequence[_Row], places: _Places, counts: dict[str, 
     group = PreferenceGroup(f"{file}:{rows[0].group_id}", scenario, kind, [row.id for row in whole], conversations)
     for index, row in enumerate(whole):
         for digest in (row.digest, ""):
-            places[row.group_id, row.id, digest] = group, index
+            places.setdefault((row.group_id, row.id, digest), []).append((group, index))
     rewards = [(row.reward, index) for index, row in enumerate(whole) if row.reward is not None]
     if judges == {FIRST}:
         counts["cascade_not_asked"] += len(rewards)
@@ -164,17 +165,18 @@ def _apply(labels: Iterable[PairLabel], places: _Places) -> int:
     num_unknown, said = 0, dict[tuple[str, int, int], tuple[PreferenceGroup, Verdict]]()
     for label in labels:
         digests = label.digests or ("", "")
-        one, other = (
-            places.get((label.group_id, id, digest))
+        left, right = (
+            places.get((label.group_id, id, digest), [])
             for id, digest in zip((label.left, label.right), digests, strict=True)
         )
-        if one is None or other is None or one[0] is not other[0] or one[1] == other[1]:
-            num_unknown += 1
-            continue
-        key = one[0].name, one[1], other[1]
-        said[key] = one[0], label.verdict
-        if label.verdict == "undo":
-            del said[key]
+        found = [(one[0], one[1], other[1]) for one, other in product(left, right) if one[0] is other[0]]
+        found = [each for each in found if each[1] != each[2]]
+        num_unknown += not found
+        for group, one_index, other_index in found:
+            key = group.name, one_index, other_index
+            said[key] = group, label.verdict
+            if label.verdict == "undo":
+                del said[key]
     done = set[tuple[str, frozenset[int]]]()
     for (name, *sides), (group, verdict) in said.items():
         if verdict in SIGNS and (name, frozenset(sides)) not in done:
