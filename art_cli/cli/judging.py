@@ -153,7 +153,7 @@ def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:
 def as_text(summary: Summary) -> str:
     mean = "no reward" if summary.mean is None else f"mean reward {summary.mean:.3f}"
     before = f" ({summary.groups_before} were before)" if summary.groups_before else ""
-    lines = [f"{printable(summary.scored)}: {summary.groups} groups scored{before}, {mean}"]
+    lines = [f"{printable(summary.scored)}: {summary.groups} group{'s' * (summary.groups != 1)} scored{before}, {mean}"]
     if summary.calls or summary.cached_votes:
         tokens = summary.prompt_tokens + summary.completion_tokens
         paid = f"{summary.calls} calls, {tokens:,} tokens, {dollars(summary.cost_usd)}"

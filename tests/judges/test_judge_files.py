@@ -69,7 +69,7 @@ def test_two_files_in_one_directory_are_scored_to_two_files(art: Art) -> None:
         Path(f"{name}.jsonl").write_text(json.dumps(art_group(reward, 1.0)) + "\n")
         code, out, err = judge(art, f"{name}.jsonl")
         assert code == 0, err
-        assert out.startswith(f"{name}.scored.jsonl: 1 groups scored, ")
+        assert out.startswith(f"{name}.scored.jsonl: 1 group scored, ")
     assert rewards("a.scored.jsonl") == {"line-1/0": 0.25, "line-1/1": 1.0}
     assert rewards("b.scored.jsonl") == {"line-1/0": 0.75, "line-1/1": 1.0}
 
@@ -191,7 +191,7 @@ def test_scores_of_two_judges_are_not_mixed_in_one_file(art: Art) -> None:
             Path("t.scored.jsonl").write_bytes(before)
             code, out, err = art("judge", "t.jsonl", *other)
             if mine is other:
-                assert code == 0 and "1 groups scored (1 were before)" in out
+                assert code == 0 and "1 group scored (1 were before)" in out
             else:
                 assert code == 1 and "t.scored.jsonl:1: judged with other settings" in err, (mine, other, err)
                 assert Path("t.scored.jsonl").read_bytes() == before

@@ -180,7 +180,7 @@ def test_what_is_scored_is_not_judged_again_and_what_is_owed_is(
     assert "1 group not scored and still owed" in shown.err and len(server.asked) == 2 + 6
     server.conduct = Conduct()
     assert judge(server) == 0
-    assert "1 groups scored (2 were before)" in capsys.readouterr().out
+    assert "1 group scored (2 were before)" in capsys.readouterr().out
     assert len(scored()) == len(rewards()) == 9
 
 
