@@ -113,7 +113,7 @@ def train_with(recipe: str, directory: Path, judge: Path, data: Sequence[Path], 
     }
     for name in names:
         run = RunDir(directory / "trained" / name)
-        train = ["train", config, f"runs={directory}/trained", f"name={name}", "eval.every=7", "train.decay=none"]
+        train = ["train", config, f"runs={directory}/trained", f"name={name}", "eval.every=7", "train.decay_to=1"]
         if name == "relearned":
             train_relearned(train, run.root, judge, data)
         else:

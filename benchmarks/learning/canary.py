@@ -37,9 +37,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000, help="after which a canary ends undecided")
     arguments = parser.parse_args()
     print(
-        "| gain | share | passed the gate | promoted, of all | of those at the gate | rolled back | requests, median |"
+        "| gain | share | passed the gate | promoted, of all | of those at the gate | rolled back | requests, median | "
+        "until undecided, median |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for share in (0.2, 0.5):
         for gain in GAINS:
             ended = [night(gain, share, arguments.requests, seed) for seed in range(arguments.repeats)]
@@ -99,10 +100,11 @@ def _row(gain: float, share: float, ended: list[Ended]) -> str:
     of_tried = f"{len(promoted) / len(tried):.3f}" if tried else "-"
     back = f"{fmean(each.verdict == 'worse' for each in tried):.3f}" if tried else "-"
     when = f"{median(decided):.0f} ({max(decided)} at most)" if decided else "-"
+    undecided = [each.num_requests for each in tried if each.verdict == "open"]
+    until = f"{median(undecided):.0f}" if undecided else "-"
     promoted_share = f"{of_all:.3f} [{low:.3f}, {high:.3f}]"
-    return (
-        f"| {gain:+.2f} | {share} | {len(tried) / len(ended):.2f} | {promoted_share} | {of_tried} | {back} | {when} |"
-    )
+    passed = f"{len(tried) / len(ended):.2f}"
+    return f"| {gain:+.2f} | {share} | {passed} | {promoted_share} | {of_tried} | {back} | {when} | {until} |"
 
 
 if __name__ == "__main__":
