@@ -494,6 +494,8 @@ def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
 
 def _told(night: Night, config: ImproveConfig) -> str:
     parts = [f"night {night.number}: {night.num_scenarios} new scenarios, {night.num_held_out} more held out"]
+    if night.start not in ("", night.baseline):
+        parts.append(f"trained on from {night.start}")
     parts += [f"{each.scenarios} {_shown(each)}" for each in night.gates]
     if (trial := night.trial) is not None:
         parts.append(
