@@ -99,7 +99,7 @@ class LangfuseExport(TraceReader):
 
 
 def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str, float]) -> TracedAttempt:
-    generations.sort(key=lambda each: str(_get(each, "startTime") or ""))
+    generations.sort(key=lambda each: seconds(_get(each, "startTime")))
     times = [seconds(_get(generations[0], "startTime")), seconds(_get(generations[-1], "endTime"))]
     failed = [each for each in generations if each.get("level") == "ERROR"]
     attempt = TracedAttempt(

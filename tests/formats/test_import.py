@@ -195,6 +195,19 @@ def test_a_generation_that_failed_costs_a_trace_of_langfuse_nothing_else(tmp_pat
     assert {"a1", "a4"} <= set(contents)
 
 
+def test_generations_of_langfuse_are_in_the_order_of_their_times_not_of_their_text(tmp_path: Path) -> None:
+    asked, first = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    asked_again, last = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "b"}
+    lines = [
+        {"id": "2", "startTime": "2026-11-01T12:00:01.500Z", "input": [asked, first, asked_again], "output": last},
+        {"id": "1", "startTime": "2026-11-01T12:00:01Z", "input": [asked], "output": first},
+    ]
+    trace = {"id": "t", "name": "n", "scores": [], "observations": [{**each, "type": "GENERATION"} for each in lines]}
+    (tmp_path / "t.jsonl").write_text(json.dumps(trace) + "\n")
+    _, [found] = imported(tmp_path, tmp_path / "t.jsonl")
+    assert [message["content"] for message in found.messages] == ["q", "a", "and?", "b"] and not found.branches
+
+
 def call(messages: list[Json], reply: Json, *, ids: tuple[list[int], list[int]] | None = None, **more: Any) -> Json:
     """One call as a log has it; with ids as vLLM gives them."""
     choice: Json = {"index": 0, "message": reply, "finish_reason": "stop"}
