@@ -32,7 +32,7 @@ from art_cli.runs.trajectory import ScoredTrajectory
 
 ROOT = Path(__file__).parents[2]
 TRAIN_STEPS = 14
-RELEARNED = 2  # steps after which the judge learns again from what the cascade asked
+RELEARNED = 5  # steps after which the judge learns again from what the cascade asked
 SIDES = ("teacher", "judge", "cascade", "relearned")
 
 
@@ -73,9 +73,9 @@ def cascade_calls(scored: Path, judge: Path) -> str:
     return f"cascade: the second judge scored {_asked(output)} groups"
 
 
-def cascade(judge: Path, *, unsure: float = 0.05, audit: float = 0.05) -> list[str]:
+def cascade(judge: Path) -> list[str]:
     first = f"judge.first={{name: reward_model, model: '{judge}', activation: sigmoid}}"
-    return ["judge.name=cascade", first, "judge.then={name: rollout}", f"judge.unsure={unsure}", f"judge.audit={audit}"]
+    return ["judge.name=cascade", first, "judge.then={name: rollout}", "judge.unsure=0.08", "judge.audit=0.02"]
 
 
 def learn(data: Iterable[object], judge: Path, *words: object) -> dict[str, Any]:
@@ -87,10 +87,11 @@ def learn(data: Iterable[object], judge: Path, *words: object) -> dict[str, Any]
 
 def train_relearned(train: Sequence[object], run: Path, judge: Path, data: Sequence[Path]) -> None:
     """Trains with the cascade, and after every RELEARNED steps trains the judge on what the teacher has scored."""
-    for step in range(RELEARNED, TRAIN_STEPS + 1, RELEARNED):
-        art(*train, f"train.steps={step}", *cascade(judge, unsure=0.0, audit=0.1))
-        judge = judge.with_name(f"judge-{step}")
-        learn([*data, run], judge)
+    for step in (*range(RELEARNED, TRAIN_STEPS, RELEARNED), TRAIN_STEPS):
+        art(*train, f"train.steps={step}", *cascade(judge))
+        if step < TRAIN_STEPS:
+            judge = run.with_name(f"judge-{step}")
+            learn([*data, run], judge)
 
 
 def _asked(*files: Path) -> str:

@@ -18,7 +18,7 @@ class RewardConfig(Section):
     """AdamW's learning rate, which falls to 0. null: the rate of `train.learning_rate: auto`."""
     head_learning_rate: PositiveFloat = 1e-2
     """The learning rate of the scalar head, which starts at 0."""
-    groups_per_update: PositiveInt = 4
+    groups_per_update: PositiveInt = 1
     """The groups per optimizer step."""
     held_out: Annotated[Float, Field(gt=0, lt=1)] = 0.2
     """The share of scenarios whose groups measure the agreement, never trained on."""
