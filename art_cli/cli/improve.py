@@ -35,7 +35,7 @@ def run(
     """Learn from live traffic, a night at a time.
 
     Reads what art gateway recorded since the last night: new scenarios, near duplicates joined, the newest held out.
-    Trains from the served checkpoint, or from the last candidate if its canary ended undecided with better ratings.
+    Trains from the served checkpoint, or from the last candidate if its canary ended undecided with promising ratings.
     Compares the new candidate with the served policy on eval's scenarios, on the last week's traffic and on
     improve.safety. A candidate that passes answers a share of the conversations of art gateway --follow,
     until their feedback promotes it or takes it back. Run it by hand, by cron or with --every: each call does what is

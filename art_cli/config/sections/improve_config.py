@@ -27,7 +27,7 @@ class CanaryConfig(Section):
     """Also promotes a candidate that is worse by less than this."""
     max_ratings: PositiveInt = 5000
     """The ratings after which an undecided candidate is rolled back. From a quarter of them on, a candidate that will
-    hardly show a gain is rolled back earlier. If its mean rating was the better one, the next night trains it on."""
+    hardly show a gain is rolled back earlier. If its ratings were promising, the next night trains it on."""
     max_hours: PositiveFloat = 168.0
     """The hours after which an undecided candidate is rolled back."""
     client_share: Share = 0.1

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import time
 import uuid
@@ -72,6 +73,13 @@ class Trial(msgspec.Struct):
     num_candidate: int = 0
     candidate: float = 0.0
     num_capped: int = 0  # ratings left out, because their client or user had counted for its share
+
+    @property
+    def is_promising(self) -> bool:
+        """Returns whether the candidate's mean is better by more than the standard error of the difference."""
+        sides = (self.candidate, self.num_candidate), (self.promoted, self.num_promoted)
+        variance = sum(mean * (1 - mean) / max(num, 1) for mean, num in sides)  # at most this, for values in [0, 1]
+        return self.candidate - self.promoted > math.sqrt(variance)
 
 
 class Night(msgspec.Struct, kw_only=True):
@@ -273,7 +281,7 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
 
 
 def _start(nights: Nights, known: Sequence[Night], served: Served) -> str:
-    """Returns the last candidate, if its canary ended undecided with a better mean rating than the promoted policy's.
+    """Returns the last candidate, if its canary ended undecided and promising.
 
     So a gain that is too small to show in one canary adds up over nights. Gates and canary compare with the promoted
     policy, whatever training starts from.
@@ -281,8 +289,8 @@ def _start(nights: Nights, known: Sequence[Night], served: Served) -> str:
     last = next((each for each in reversed(known) if each.outcome not in ("no update", "failed")), None)
     if last is None or last.outcome != "undecided" or last.baseline != served.checkpoint or last.trial is None:
         return served.checkpoint
-    is_better = last.trial.candidate > last.trial.promoted and (nights.run / last.candidate).is_dir()
-    return last.candidate if is_better else served.checkpoint
+    is_kept = last.trial.is_promising and (nights.run / last.candidate).is_dir()
+    return last.candidate if is_kept else served.checkpoint
 
 
 async def _prepare(loaded: LoadedConfig, nights: Nights, night: Night, served: Served) -> None:
