@@ -76,10 +76,14 @@ class Trial(msgspec.Struct):
 
     @property
     def is_promising(self) -> bool:
-        """Returns whether the candidate's mean is better by more than the standard error of the difference."""
-        sides = (self.candidate, self.num_candidate), (self.promoted, self.num_promoted)
-        variance = sum(mean * (1 - mean) / max(num, 1) for mean, num in sides)  # at most this, for values in [0, 1]
-        return self.candidate - self.promoted > math.sqrt(variance)
+        """Returns whether the candidate's mean is better by more than the standard error of the difference.
+
+        Each mean counts a good and a bad rating more (Laplace), so a few ratings promise nothing.
+        """
+        nums = self.num_candidate, self.num_promoted
+        means = [(n * mean + 1) / (n + 2) for n, mean in zip(nums, (self.candidate, self.promoted), strict=True)]
+        variance = sum(mean * (1 - mean) / max(n, 1) for n, mean in zip(nums, means, strict=True))
+        return means[0] - means[1] > math.sqrt(variance)
 
 
 class Night(msgspec.Struct, kw_only=True):

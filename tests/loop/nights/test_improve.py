@@ -397,6 +397,7 @@ def test_a_night_trains_a_promising_candidate_on(gated: LoadedConfig, candidate:
     assert _start(nights, [night], served) == BASELINE
     night.outcome = "promoted"
     assert _start(nights, [night], Served(CANDIDATE, "", [BASELINE])) == CANDIDATE
+    assert not Trial(1.0, num_promoted=1, promoted=0.0, num_candidate=1, candidate=1.0).is_promising
 
 
 def test_a_rollback_needs_no_wait_for_a_night_whose_candidate_is_then_never_served(gated: LoadedConfig) -> None:
