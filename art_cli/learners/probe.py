@@ -15,7 +15,7 @@ from art_cli.runs.manifest import Probe
 # Number of probe tokens, which each step scores three times. Below float32, one training step changes an adapter's
 # logprobs by less than rounding error per token, so several hundred tokens are needed to see the difference
 # (benchmarks/attacks/weight_proof.py).
-NUM_TOKENS, NUM_TOKENS_FLOAT32 = 512, 32
+NUM_TOKENS, NUM_TOKENS_FLOAT32 = 512, 64
 LENGTH = 32  # tokens per sampled text
 MARK = "@@probe@@"  # stands for a user message in the chat template; the model continues the text before it
 DIGITS = 6  # decimal places kept per logprob; float32 rounds at the fifth
