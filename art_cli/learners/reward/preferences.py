@@ -169,11 +169,11 @@ def _apply(labels: Iterable[PairLabel], places: _Places) -> int:
             places.get((label.group_id, id, digest), [])
             for id, digest in zip((label.left, label.right), digests, strict=True)
         )
-        found = [(one[0], one[1], other[1]) for one, other in product(left, right) if one[0] is other[0]]
-        found = [each for each in found if each[1] != each[2]]
+        pairs = product(left, right)
+        found = [(group, one, other) for (group, one), (same, other) in pairs if group is same and one != other]
         num_unknown += not found
-        for group, one_index, other_index in found:
-            key = group.name, one_index, other_index
+        for group, one, other in found:
+            key = group.name, one, other
             said[key] = group, label.verdict
             if label.verdict == "undo":
                 del said[key]

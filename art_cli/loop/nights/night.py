@@ -290,7 +290,7 @@ def _start(nights: Nights, known: Sequence[Night], served: Served) -> str:
     So a gain that is too small to show in one canary adds up over nights. Gates and canary compare with the promoted
     policy, whatever training starts from.
     """
-    last = next((each for each in reversed(known) if each.outcome not in ("no update", "failed")), None)
+    last = next((each for each in reversed(known) if each.outcome != "no update"), None)
     if last is None or last.outcome != "undecided" or last.baseline != served.checkpoint or last.trial is None:
         return served.checkpoint
     is_kept = last.trial.is_promising and (nights.run / last.candidate).is_dir()

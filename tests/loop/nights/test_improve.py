@@ -393,6 +393,7 @@ def test_a_night_trains_a_promising_candidate_on(gated: LoadedConfig, candidate:
     assert _start(nights, [night], served) == start
     assert _start(nights, [night, _night(2, outcome="no update")], served) == start
     assert _start(nights, [night, _night(2, outcome="gates missed")], served) == BASELINE
+    assert _start(nights, [night, _night(2, outcome="failed")], served) == BASELINE, "its start may be why"
     night.outcome = "rolled back"
     assert _start(nights, [night], served) == BASELINE
     night.outcome = "promoted"
