@@ -103,6 +103,8 @@ def read_preferences(paths: Sequence[Path]) -> Preferences:
     if not pairs and len({value for group in teaching for value in group.values.values()}) < 2:
         unknown = f"; {counts['unknown_labels']} labels are of attempts in none of these files" if labels else ""
         reason = "no two attempts of a group differ in reward or label, and no rewards from 0 to 1 of two groups do"
+        if num := counts["cascade_not_asked"]:
+            unknown += f"; a cascade's first judge alone scored {num} attempts, and it is the one to learn"
         raise DataError(f"{reason}{unknown}; score the attempts first: art judge, art label", files[0])
     kinds = [pair.kind for pair in pairs]
     counts |= {f"pairs.{kind}": kinds.count(kind) for kind in sorted(set(kinds))}
