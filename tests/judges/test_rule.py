@@ -69,7 +69,7 @@ def test_attempts_get_the_points_of_the_rules_that_hold_kept_within_0_and_1(vote
     for each in verdicts:
         [score] = each.scores
         assert score.model == "builtin:rule" and score.explanation.startswith("a rule, no model: ")
-    assert verdicts[2].scores[0].explanation.endswith("rules 1, 3 of 3 hold")
+    assert verdicts[2].scores[0].explanation.endswith("rules met: 1, 3 of 3")
 
 
 def test_large_groups_are_judged_in_parts() -> None:

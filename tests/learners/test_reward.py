@@ -182,6 +182,15 @@ def test_data_without_a_preference_are_refused_in_one_line(
     assert "no two attempts of a group differ" in capsys.readouterr().err and not (tmp_path / "own").exists()
 
 
+@pytest.mark.parametrize("text", ["", '{"schema_version": 1, "group_id": "g", "rew'], ids=["empty", "torn"])
+def test_a_file_without_a_whole_line_has_no_attempts(
+    tmp_path: Path, text: str, base: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scored.jsonl").write_text(text)
+    assert art("reward", tmp_path / "scored.jsonl", "-o", tmp_path / "own", "--base", base) == 1
+    assert f"{tmp_path / 'scored.jsonl'}: there are no attempts" in capsys.readouterr().err
+
+
 def test_attempts_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = [*planted(2), attempt("g", 0, "a", 7.0, size=2), attempt("g", 1, "b", 0.0, size=2)]
     rows[-1].messages = []

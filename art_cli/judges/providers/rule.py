@@ -102,7 +102,7 @@ def answer(messages: Sequence[Json]) -> tuple[str, list[int]]:
         met = [number for number, rule in enumerate(rules, 1) if holds(rule, conversation)]
         held += [0, *met]
         score = round(min(1.0, max(0.0, sum(rules[number - 1].points for number in met))), 6)
-        which = f"rules {', '.join(map(str, met))} of {len(rules)} hold" if met else f"none of {len(rules)} rules holds"
+        which = f"rules met: {', '.join(map(str, met)) or 'none'} of {len(rules)}"
         scores.append({"id": name, "explanation": f"{SAYS}: {which}", "score": score})
     return json.dumps({"scores": scores}), held
 
