@@ -88,10 +88,11 @@ class Task(NamedTuple):
     config: Path
     attempts: int  # of a whole run
     target: float
+    right: str = "right"  # the metric of a right answer
 
 
-def _made(name: str, attempts: int, target: float) -> Task:
-    return Task(ROOT / "benchmarks" / "learning" / "tasks" / f"{name}.yaml", attempts, target)
+def _made(name: str, attempts: int, target: float, right: str = "right") -> Task:
+    return Task(ROOT / "benchmarks" / "learning" / "tasks" / f"{name}.yaml", attempts, target, right)
 
 
 TASKS = {
@@ -100,6 +101,8 @@ TASKS = {
     "mail": _made("mail", 512, 0.9),
     "rooms": _made("rooms", 1024, 0.5),
     "orders": _made("orders", 512, 0.8),
+    "textworld": _made("textworld", 640, 0.6, "won"),
+    "function_calling": _made("function_calling", 512, 0.5),
 }
 
 
@@ -109,7 +112,7 @@ def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[s
     rollout = load_config(task.config, settings).config.rollout
     of_step = rollout.group_size * (rollout.groups_per_step - rollout.num_replays)
     steps, every = _num_steps(task, of_step)
-    return read_art(_train(task, [*settings, f"train.steps={steps}", f"eval.every={every}"], runs, name, seed))
+    return read_art(_train(task, [*settings, f"train.steps={steps}", f"eval.every={every}"], runs, name, seed), task)
 
 
 def train_warm(task: Task, runs: Path, name: str, seed: int) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def train_warm(task: Task, runs: Path, name: str, seed: int) -> dict[str, Any]:
     sft.append("sft.learning_rate=4e-4")
     steps, every = _num_steps(task, SMALL)
     told = [*sft, f"train.steps={steps - EVERY // SMALL}", f"eval.every={every}"]
-    begun, then = read_art(first), read_art(_train(task, told, runs, name, seed))
+    begun, then = (read_art(run, task) for run in (first, _train(task, told, runs, name, seed)))
     right = {EVERY + attempts: share for attempts, share in then["right"].items()}
     return {key: begun[key] + then[key] for key in ("attempts", "rewards")} | {"right": right}
 
@@ -138,10 +141,10 @@ def _train(task: Task, settings: Sequence[str], runs: Path, name: str, seed: int
     return RunDir(runs / name)
 
 
-def read_art(run: RunDir) -> dict[str, Any]:
+def read_art(run: RunDir, task: Task) -> dict[str, Any]:
     lines = [line.metrics for line in run.metrics() if line.split == "train"]
     played = [round(metrics["num_trajectories"]) for metrics in lines]
-    right = {sum(played[:step]): values["right"] for step, values in sorted(run.evaluations().items())}
+    right = {sum(played[:step]): values[task.right] for step, values in sorted(run.evaluations().items())}
     return {"attempts": played, "rewards": [metrics["reward_mean"] for metrics in lines], "right": right}
 
 
@@ -177,7 +180,7 @@ def train_trl(task: Task, start: RunDir, side: str, out: Path, seed: int) -> dic
     told += [word for setting in settings if setting not in scene for word in ("--set", setting)]
     shutil.rmtree(out, ignore_errors=True)
     rewards = json.loads(_python("-m", "benchmarks.learning.trl_side", *told).splitlines()[-1])["rewards"]
-    right = {0: start.evaluations()[0]["right"]}
+    right = {0: start.evaluations()[0][task.right]}
     for step in range(every, steps + 1, every):
         told = [
             "--checkpoint",
@@ -186,7 +189,7 @@ def train_trl(task: Task, start: RunDir, side: str, out: Path, seed: int) -> dic
             f"runs={out.parent}",
         ]
         found = json.loads(_python("-m", "art_cli", "eval", str(task.config), *told, "--json"))
-        right[step * of_step] = next(row["mean"] for row in found["metrics"] if row["metric"] == "right")
+        right[step * of_step] = next(row["mean"] for row in found["metrics"] if row["metric"] == task.right)
     return {"attempts": [of_step] * len(rewards), "rewards": rewards, "right": right}
 
 
