@@ -35,7 +35,6 @@ def run(
     art export runs/mine -o mine-merged --dtype bfloat16      the best evaluated checkpoint; --last: the newest
     art export runs/mine -o mine-gguf --gguf q8_0             one file for llama.cpp and Ollama, with a Modelfile
     """
-    from art_cli.engines.proof import make_probe
     from art_cli.models.base_source import find_base
     from art_cli.runs.chain import write_certificate
     from art_cli.runtime.scratch import scratch
@@ -58,34 +57,35 @@ def run(
             return
         dtype = gguf or dtype or (source.dtype if source.dtype != "auto" else "float32")
         if gguf is not None:
-            exported = gguf_export.export(source, output, kind=gguf, bound=max_gap, probe=make_probe)
+            exported = gguf_export.export(source, output, kind=gguf, bound=max_gap)
         else:
-            exported = merged_export.export(source, output, dtype=dtype, bound=max_gap, probe=make_probe)
+            exported = merged_export.export(source, output, dtype=dtype, bound=max_gap)
     if (run := source.trained_in) is not None:
         write_certificate(exported.path, run, source.step)
-    url = _push(exported.path, push, token) if push is not None and token is not None else None
-    text = _as_text(exported, dtype, is_gguf=gguf is not None) + (f"  pushed to {url}" if url else "")
-    print_result({**exported._asdict(), "path": str(exported.path), "dtype": dtype, "url": url}, text, as_json)
+    url = _push(exported.path, push, token)
+    text = _as_text(exported, dtype, source.quantize, is_gguf=gguf is not None) + (f"  pushed to {url}" if url else "")
+    facts = {**exported._asdict(), "path": str(exported.path), "quantize": source.quantize, "dtype": dtype, "url": url}
+    print_result(facts, text, as_json)
 
 
 def _show_adapter(file: Path, push: str | None, token: str | None, *, as_json: bool) -> None:
-    url = _push(file.parent, push, token) if push is not None and token is not None else None
+    url = _push(file.parent, push, token)
     text = f"{file}: llama.cpp adds it to a GGUF file of the base: --lora {shlex.quote(str(file))}\n"
     text += f"  pushed to {url}" if url else ""
     print_result({"path": str(file.parent), "file": file.name, "url": url}, text, as_json)
 
 
-def _as_text(exported: "Exported", dtype: str, *, is_gguf: bool) -> str:
+def _as_text(exported: "Exported", dtype: str, quantize: str | None, *, is_gguf: bool) -> str:
     path = shlex.quote(str(exported.path))
     use = f"for llama.cpp; Ollama: cd {path} && ollama create NAME" if is_gguf else f"stands alone: art serve {path}"
     note = (
-        f"  trained on the base in {exported.quantize}, merged into the whole one, which gives other logprobs: "
+        f"  trained on the base in {quantize}, merged into the whole one, which gives other logprobs: "
         f"art eval measures the effect on rewards\n"
     )
     return (
         f"{exported.path}: {dtype}, {use}\n"
         f"  {exported.num_prompts} prompts replayed, {exported.num_tokens} tokens: logprobs differ by at most "
-        f"{exported.max_gap:.2e} nats, {exported.mean_gap:.2e} in the mean\n" + (note if exported.quantize else "")
+        f"{exported.max_gap:.2e} nats, {exported.mean_gap:.2e} in the mean\n" + (note if quantize else "")
     )
 
 
@@ -99,8 +99,11 @@ def _find_token() -> str:
     return token
 
 
-def _push(directory: Path, repo: str, token: str) -> str:
-    """Uploads the model to a repository (new ones are private) and returns the URL. Raises ArtError."""
+def _push(directory: Path, repo: str | None, token: str | None) -> str | None:
+    """Uploads the model to a repository (new ones are private) and returns its URL, or None without a repository.
+    Raises ArtError."""
+    if repo is None or token is None:
+        return None
     import huggingface_hub
 
     hub = huggingface_hub.HfApi(token=token)

@@ -7,18 +7,16 @@ adapter, which llama.cpp adds to a GGUF file of the base.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from art_cli.chat.requests import Sampling
 from art_cli.models import gguf_base, gguf_file
 from art_cli.models.adapters import merge
-from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.durable import new_directory
 from art_cli.runtime.errors import DriftError, RunError, UsageError
 from art_cli.runtime.scratch import scratch
-from art_cli.serving.merged_export import Exported, check, compare, load_source, saved_prompts, write_card
+from art_cli.serving import merged_export
+from art_cli.serving.merged_export import Exported, load_source, logprobs
 from art_cli.serving.served_model import Source
 
 # Largest logprob difference from float32 per token, measured like merged_export.BOUNDS. The bounds are several times
@@ -26,10 +24,8 @@ from art_cli.serving.served_model import Source
 BOUNDS = {"f16": 5e-2, "q8_0": 1.0, "q4_0": 8.0}
 
 
-def export(
-    source: Source, output: Path, *, kind: str, bound: float | None, probe: Callable[[int], list[int]]
-) -> Exported:
-    """Writes the GGUF file, a Modelfile and the model card to `output`. Arguments as in merged_export.
+def export(source: Source, output: Path, *, kind: str, bound: float | None) -> Exported:
+    """Writes the GGUF file, a Modelfile and the model card to `output`.
 
     Raises UsageError for unknown kinds and models that GGUF cannot store, RunError if `output` exists, and DriftError
     if the written model differs from the policy.
@@ -40,20 +36,21 @@ def export(
         raise RunError(f"{output}: there is something already; choose another name")
     policy = load_source(source, "float32")
     gguf_file.architecture_of(policy.model.config)
-    prompts = saved_prompts(source.run) or [probe(policy.vocabulary)]
-    wanted = [token_logprobs(policy, ids) for ids in prompts]
+    prompts = merged_export.prompts_for(source, policy)
+    wanted = logprobs(policy, prompts)
     with new_directory(output, is_private=False) as directory:
         file = directory / f"{file_name(source.name)}-{kind}.gguf"
         merged = merge(policy)
         gguf_file.write_model(file, merged.model, merged.tokenizer, kind=kind, name=source.name)
         with scratch("gguf") as temporary:
-            read = _read_back(file, temporary / "read", source)
-            exported = compare(output, wanted, [token_logprobs(read, ids) for ids in prompts])
-            exported = exported._replace(quantize=source.quantize)
-            check(exported, BOUNDS[kind] if bound is None else bound)
+            (temporary / "read").mkdir()
+            gguf_base.convert(file, temporary / "read")
+            read = merged_export.load_written(source, temporary / "read", "float32")
+            most = BOUNDS[kind] if bound is None else bound
+            exported = merged_export.compare(output, wanted, logprobs(read, prompts), most)
             _check_tokenizer(merged.tokenizer, read.tokenizer, prompts)
         (directory / "Modelfile").write_text(modelfile(f"FROM ./{file.name}", merged.tokenizer), encoding="utf-8")
-        write_card(directory, source, exported, kind)
+        merged_export.write_card(directory, source, exported, kind)
     return exported
 
 
@@ -79,14 +76,6 @@ def export_adapter(source: Source, output: Path) -> Path:
 def file_name(name: str) -> str:
     """Replaces characters that may be invalid in a file name or Modelfile by "-"."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
-
-
-def _read_back(file: Path, directory: Path, source: Source) -> Weights:
-    directory.mkdir()
-    gguf_base.convert(file, directory)
-    return load_source(
-        Source(source.name, str(directory), None, 0, "float32", source.max_length, Sampling()), "float32"
-    )
 
 
 def _check_tokenizer(ours: Any, theirs: Any, prompts: list[list[int]]) -> None:

@@ -9,12 +9,13 @@ base. The card is Markdown for the hub: base, run and step, evaluation, checks.
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from art_cli.chat.requests import Sampling
+from art_cli.engines.proof import make_probe
 from art_cli.models.adapters import merge, on_base
 from art_cli.models.loading import load_weights
 from art_cli.models.saved_weights import save_merged
@@ -77,36 +78,33 @@ class Exported(NamedTuple):
     max_gap: float  # nats
     mean_gap: float  # nats
     max_share: float  # largest gap as a share of max(1 nat, |logprob|); limited by the bound
-    quantize: str | None = None  # quantization of the base during training; the export uses the unquantized base
 
 
-def export(
-    source: Source, output: Path, *, dtype: str, bound: float | None, probe: Callable[[int], list[int]]
-) -> Exported:
-    """Writes `output`. `probe(vocabulary)` generates a prompt if the run saved none.
-
-    Raises UsageError for unknown dtypes, RunError if `output` exists, and DriftError if the merged weights differ from
-    the policy.
+def export(source: Source, output: Path, *, dtype: str, bound: float | None) -> Exported:
+    """Writes `output`. Raises UsageError for unknown dtypes, RunError if `output` exists, and DriftError if the merged
+    weights differ from the policy.
     """
     if dtype not in BOUNDS:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
     if output.exists():
         raise RunError(f"{output}: there is something already; choose another name")
     policy = load_source(source, "float32")
-    prompts = saved_prompts(source.run) or [probe(policy.vocabulary)]
-    wanted = _logprobs(policy if dtype == "float32" else load_source(source, dtype), prompts)
+    prompts = prompts_for(source, policy)
+    wanted = logprobs(policy if dtype == "float32" else load_source(source, dtype), prompts)
     with new_directory(output, is_private=False) as directory:
         save_merged(merge(policy), directory, dtype)
-        written = Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling())
-        merged = load_source(written, dtype)
-        exported = compare(output, wanted, _logprobs(merged, prompts))
-        exported = exported._replace(quantize=source.quantize)
-        check(exported, BOUNDS[dtype] if bound is None else bound)
+        found = logprobs(load_written(source, directory, dtype), prompts)
+        exported = compare(output, wanted, found, BOUNDS[dtype] if bound is None else bound)
         write_card(directory, source, exported, dtype)
     return exported
 
 
-def _logprobs(weights: Weights, prompts: Sequence[list[int]]) -> list[list[float]]:
+def prompts_for(source: Source, policy: Weights) -> list[list[int]]:
+    """Returns the run's saved prompts, or one generated prompt."""
+    return saved_prompts(source.run) or [make_probe(policy.vocabulary)]
+
+
+def logprobs(weights: Weights, prompts: Sequence[list[int]]) -> list[list[float]]:
     return [token_logprobs(weights, ids) for ids in prompts]
 
 
@@ -123,22 +121,19 @@ def saved_prompts(run: RunDir | None) -> list[list[int]]:
     return []
 
 
-def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[float]]) -> Exported:
-    """Compares two lists of logprobs for the same tokens."""
+def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[float]], bound: float) -> Exported:
+    """Compares the logprobs of the same tokens. Raises DriftError if they differ by more than `bound` (see BOUNDS)."""
     pairs = [pair for ours, theirs in zip(wanted, found, strict=True) for pair in zip(ours, theirs, strict=True)]
     gaps = [abs(a - b) for a, b in pairs]
     max_share = max(gap / max(1.0, abs(a)) for gap, (a, _) in zip(gaps, pairs, strict=True))
-    return Exported(output, len(wanted), len(gaps), max(gaps), sum(gaps) / len(gaps), max_share)
-
-
-def check(exported: Exported, bound: float) -> None:
-    """Raises DriftError if logprobs differ by more than `bound`, measured like BOUNDS."""
+    exported = Exported(output, len(wanted), len(gaps), max(gaps), sum(gaps) / len(gaps), max_share)
     if not (exported.max_share <= bound and math.isfinite(exported.mean_gap)):  # a maximum can hide a NaN
         raise DriftError(
             f"{exported.path}: not written: the merged weights are not the policy: over {exported.num_tokens} tokens, "
             f"logprobs differ by up to {exported.max_gap:.2e} nats, {exported.max_share:.2e} of max(1, |logprob|); "
             f"bound {bound:.0e} (--max-gap)"
         )
+    return exported
 
 
 def load_source(source: Source, dtype: str) -> Weights:
@@ -146,6 +141,11 @@ def load_source(source: Source, dtype: str) -> Weights:
     config = base_config(source).model_copy(update={"dtype": dtype, "quantize": None})
     base = load_weights(config, source.base, named=source.named)
     return base if source.adapter is None else on_base(base, source.adapter)
+
+
+def load_written(source: Source, directory: Path, dtype: str) -> Weights:
+    """Returns the standalone model in `directory`, which was made from `source`."""
+    return load_source(Source(source.name, str(directory), None, 0, dtype, source.max_length, Sampling()), dtype)
 
 
 def write_card(directory: Path, source: Source, exported: Exported, dtype: str) -> None:

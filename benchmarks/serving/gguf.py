@@ -9,6 +9,7 @@ of Qwen's kind, or for Gemma one with byte fallback; their weights have the spre
 """
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def row(base: Path, kind: str, scratch: Path) -> str:
         inputs, max_new_tokens=TOKENS, do_sample=True, num_return_sequences=SAMPLES, pad_token_id=0
     ).tolist()
     wanted, found = ([token_logprobs(each, ids) for ids in prompts] for each in (ours, theirs))
-    result = compare(base, wanted, found)
+    result = compare(base, wanted, found, math.inf)
     starts = [ids[: len(asked) // 2 + 4 * index] for index, ids in enumerate(prompts)]
     texts = [(greedy(ours, ids), greedy(theirs, ids)) for ids in starts]
     equal = f"{sum(one == other for one, other in texts)} of {len(texts)}"

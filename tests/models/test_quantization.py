@@ -233,9 +233,11 @@ def test_an_export_is_merged_into_the_whole_base_and_says_so(
     trained_run: Path, load: Callable[..., Weights], tmp_path: Path
 ) -> None:
     source = find_source(str(trained_run))
-    exported = export(source, tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
+    exported = export(source, tmp_path / "out", dtype="float32", bound=None)
     assert exported.max_gap < 1e-4
-    assert "trained on the base in 4bit, merged into the whole one" in _as_text(exported, "float32", is_gguf=False)
+    assert "trained on the base in 4bit, merged into the whole one" in _as_text(
+        exported, "float32", "4bit", is_gguf=False
+    )
     assert "| base in training | 4bit |" in (tmp_path / "out" / "README.md").read_text()
     whole = load_weights(ModelConfig(base="x", lora=None, dtype="float32"), str(tmp_path / "out"))
     assert not precision.is_quantized(whole.model)

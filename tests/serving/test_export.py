@@ -14,7 +14,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from art_cli.cli import app as cli
-from art_cli.engines.proof import make_probe
 from art_cli.models.weights import Weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.run_dir import RunDir
@@ -46,7 +45,7 @@ def reference_logits(run: RunDir, step: int, ids: list[int]) -> torch.Tensor:
 @pytest.mark.slow
 def test_transformers_loads_it_and_every_logprob_is_the_adapters(run: RunDir, tmp_path: Path) -> None:
     """Logprobs of the whole vocabulary at every position agree, not only of the tokens that the export compares."""
-    exported = export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
+    exported = export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert merged.dtype == torch.float32
     for ids in PROMPTS:
@@ -60,7 +59,7 @@ def test_transformers_loads_it_and_every_logprob_is_the_adapters(run: RunDir, tm
 
 
 def test_the_tokenizer_and_its_template_come_along(run: RunDir, tmp_path: Path) -> None:
-    export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
+    export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None)
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", run.base))
     talk = [{"role": "user", "content": "hé"}]
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(talk)
@@ -72,7 +71,7 @@ def test_a_template_that_only_the_adapter_has_is_enough(run: RunDir, tmp_path: P
     (bare / "chat_template.jinja").unlink()
     source = find_source(str(run.root), base=str(bare))
     assert transformers.AutoTokenizer.from_pretrained(bare).chat_template is None
-    export(source, tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
+    export(source, tmp_path / "out", dtype="float32", bound=None)
     exported, own = (transformers.AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", run.base))
     assert exported.chat_template == own.chat_template is not None
 
@@ -88,7 +87,7 @@ def test_the_dtype_is_what_is_written(run: RunDir, tmp_path: Path, monkeypatch: 
         return load(source, dtype)
 
     monkeypatch.setattr(module, "load_source", watched)
-    exported = export(find_source(str(run.root)), tmp_path / "out", dtype="bfloat16", bound=None, probe=make_probe)
+    exported = export(find_source(str(run.root)), tmp_path / "out", dtype="bfloat16", bound=None)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert loaded == ["float32", "bfloat16", "bfloat16"]
@@ -109,7 +108,7 @@ def test_weights_that_are_not_the_policy_are_not_exported(
 
     monkeypatch.setattr(module, "save_merged", damage)
     with pytest.raises(DriftError, match="the merged weights are not the policy"):
-        export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
+        export(find_source(str(run.root)), tmp_path / "out", dtype="float32", bound=None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,9 +125,8 @@ def test_weights_that_are_not_the_policy_are_not_exported(
 def test_the_bound_is_of_a_nat_and_of_unlikely_tokens_a_share(
     apart: list[float], merged: list[float], is_policy: bool, tmp_path: Path
 ) -> None:
-    exported = module.compare(tmp_path, [apart], [merged])
     with contextlib.nullcontext() if is_policy else pytest.raises(DriftError):
-        module.check(exported, module.BOUNDS["float32"])
+        module.compare(tmp_path, [apart], [merged], module.BOUNDS["float32"])
 
 
 def test_the_prompts_are_the_newest_saved_ones_or_the_probe(run: RunDir, tmp_path: Path) -> None:
@@ -140,7 +138,7 @@ def test_the_prompts_are_the_newest_saved_ones_or_the_probe(run: RunDir, tmp_pat
     assert saved_prompts(None) == []
     bare = make_run(tmp_path / "bare", (1,))
     assert saved_prompts(bare) == []
-    exported = export(find_source(str(bare.root)), tmp_path / "out", dtype="float32", bound=None, probe=make_probe)
+    exported = export(find_source(str(bare.root)), tmp_path / "out", dtype="float32", bound=None)
     assert (exported.num_prompts, exported.num_tokens) == (1, 63)
 
 
@@ -170,8 +168,8 @@ def test_the_command_says_how_near_it_is_and_writes_the_card(
 @pytest.mark.slow
 def test_an_export_can_be_exported_again(run: RunDir, tmp_path: Path) -> None:
     """A whole model is its own base: nothing is merged, the dtype may change."""
-    export(find_source(str(run.root)), tmp_path / "one", dtype="float32", bound=None, probe=make_probe)
-    again = export(find_source(str(tmp_path / "one")), tmp_path / "two", dtype="float32", bound=0.0, probe=make_probe)
+    export(find_source(str(run.root)), tmp_path / "one", dtype="float32", bound=None)
+    again = export(find_source(str(tmp_path / "one")), tmp_path / "two", dtype="float32", bound=0.0)
     assert again.max_gap == 0.0
 
 
@@ -180,9 +178,9 @@ def test_mistakes_are_told_before_anything_is_loaded(
 ) -> None:
     source = find_source(str(run.root))
     with pytest.raises(RunError, match="there is something already"):
-        export(source, tmp_path, dtype="float32", bound=None, probe=make_probe)
+        export(source, tmp_path, dtype="float32", bound=None)
     with pytest.raises(UsageError, match="--dtype int4: one of float32, bfloat16"):
-        export(source, tmp_path / "out", dtype="int4", bound=None, probe=make_probe)
+        export(source, tmp_path / "out", dtype="int4", bound=None)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     assert cli.run(["export", str(run.root), "-o", str(tmp_path / "out"), "--push", "me/mine"]) == 2

