@@ -18,7 +18,7 @@ gateway's RecordingBackend and serving's Dispatch wrap another Backend. Reply an
 wire renders only the fields that the client asked for.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
 from art_cli.chat.replies import Chunk, Reply
@@ -37,8 +37,8 @@ class Backend(Protocol):
     async def reply(self, request: Request) -> Reply:
         """Returns the complete reply: all choices with token ids and logprobs."""
 
-    def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """Streams the reply. The chunks together have the same tokens as `reply`."""
+    def stream(self, request: Request) -> AsyncGenerator[Chunk]:
+        """Streams the reply; callers close it (`aclosing`). The chunks together have the same tokens as `reply`."""
 
 
 class EngineLoad(NamedTuple):

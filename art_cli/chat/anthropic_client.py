@@ -8,7 +8,8 @@ express are refused with the parameter's name: plain completions, `response_form
 of earlier replies are not sent back, because the endpoint requires its own signature, which is not stored.
 """
 
-from collections.abc import AsyncIterator, Iterator, Set
+from collections.abc import AsyncGenerator, Iterator, Set
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -128,7 +129,7 @@ class AnthropicBackend(HttpBackend):
             usage=None if counted is None else (counted.num_prompt, counted.output_tokens or 0),
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """Raises ChatError as HttpBackend does, also when the stream ends before the message does."""
         stream = _Stream(request, self.step)
         async with self._post(request, is_stream=True) as response:
@@ -312,10 +313,10 @@ def _refuse(request: Request) -> None:
 
 def _messages(messages: list[Json], failed_calls: frozenset[str]) -> tuple[str, list[Json]]:
     """Returns the system prompt and the messages as content blocks. Adjacent messages with the same role are merged."""
-    leading = next((i for i, message in enumerate(messages) if not _is_system(message)), len(messages))
-    system = "\n\n".join(filter(None, (text_of(message.get("content")) for message in messages[:leading])))
+    leading = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
+    system = "\n\n".join(filter(None, (text_of(message.get("content")) for message in leading)))
     found: list[Json] = []
-    for message in messages[leading:]:
+    for message in messages[len(leading) :]:
         role = "assistant" if message.get("role") == "assistant" else "user"
         if not (blocks := list(_blocks(message, failed_calls))):
             continue
@@ -324,10 +325,6 @@ def _messages(messages: list[Json], failed_calls: frozenset[str]) -> tuple[str, 
         else:
             found.append({"role": role, "content": blocks})
     return system, found
-
-
-def _is_system(message: Json) -> bool:
-    return message.get("role") in ("system", "developer")
 
 
 def _blocks(message: Json, failed_calls: frozenset[str]) -> Iterator[Json]:

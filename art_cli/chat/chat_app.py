@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,7 +108,7 @@ class PromptList:
             else None,
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """Yields the chunks of all prompts as they arrive. `usage` sums the prompts that have reported usage so far."""
         requests = _parts(request)
         chunks: asyncio.Queue[_News] = asyncio.Queue(maxsize=1)  # so that prompts wait for a slow client
@@ -134,16 +134,13 @@ class PromptList:
             await end(*tasks, timeout_s=CANCEL_TIMEOUT_S)
 
     async def _read(self, request: Request, number: int, chunks: "asyncio.Queue[_News]") -> None:
-        stream = self._backend.stream(request)
         last: Exception | None = None
         try:
-            async for chunk in stream:
-                await chunks.put((number, chunk))
+            async with contextlib.aclosing(self._backend.stream(request)) as stream:
+                async for chunk in stream:
+                    await chunks.put((number, chunk))
         except Exception as error:  # the boundary of this task; the stream raises it
             last = error
-        finally:
-            if isinstance(stream, AsyncGenerator):
-                await stream.aclose()
         await chunks.put((number, last))
 
 
@@ -351,7 +348,7 @@ class _EventStream(Response):
         builder = ReplyBuilder(self._request) if self._request.is_kept else None
         is_open = False
         try:
-            async with closing_stream(self._backend.stream(self._request)) as chunks:
+            async with contextlib.aclosing(self._backend.stream(self._request)) as chunks:
                 async for chunk in chunks:
                     if is_open:
                         await asyncio.sleep(0)  # chunks that are there already would hold up all other requests
@@ -375,16 +372,6 @@ class _EventStream(Response):
                 return
             ending = events.fail(failure)
         await _send_piece(send, ending, is_last=True)
-
-
-@contextlib.asynccontextmanager
-async def closing_stream(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """Yields the stream and closes it on exit. Otherwise an abandoned stream would only end at garbage collection."""
-    try:
-        yield chunks
-    finally:
-        if isinstance(chunks, AsyncGenerator):
-            await chunks.aclose()
 
 
 async def _send_piece(send: Send, data: bytes, *, is_last: bool = False) -> None:

@@ -11,7 +11,7 @@ aiohttp decompresses incrementally, so the limit also stops decompression bombs.
 
 import codecs
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Set
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Set
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -127,7 +127,7 @@ class HttpBackend:
             usage=parsed.counts,
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """Raises ChatError like `reply`, and if the stream ends before its choices."""
         open_choices = set(range(request.sampling.n))
         begun, reader = set[int](), ReplyReader(request)

@@ -21,7 +21,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -339,7 +339,7 @@ class Attackers:
         choice = Choice(index=0, message=message, text=message["content"] or "", finish_reason=reason)
         return Reply(id="hunt", created=0, model=request.model, choices=[choice], prompt_ids=[], usage=(0, 0))
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         reply = await self.reply(request)
         [choice] = reply.choices
         yield Chunk(id=reply.id, created=reply.created, model=reply.model, choice=choice, is_last=True, usage=(0, 0))

@@ -25,7 +25,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -33,7 +33,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat import Backend, EngineLoad
-from art_cli.chat.chat_app import AppSettings, build_app, closing_stream, error_response, wrong_key
+from art_cli.chat.chat_app import AppSettings, build_app, error_response, wrong_key
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.http_server import serve
 from art_cli.chat.proven_steps import ProvenSteps
@@ -301,13 +301,13 @@ class RecordingBackend:
                 self._record(call, reply)
         return reply
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """Yields the answer's chunks. The chunk that completes the answer comes after the answer is recorded.
 
         When the client leaves, the answer is recorded first. Only then does the stream wait for the engine to stop.
         """
         call, engine = self._begin(request), self._gateway.upstream.backend
-        async with closing_stream(engine.stream(call.sent)) as chunks:
+        async with contextlib.aclosing(engine.stream(call.sent)) as chunks:
             with self._calling(call):
                 async for chunk in chunks:
                     await self._gateway.name_policy(chunk)
@@ -319,7 +319,7 @@ class RecordingBackend:
                     for each in (chunk, *behind):
                         yield each
 
-    async def _read_counts(self, call: _Call, chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+    async def _read_counts(self, call: _Call, chunks: AsyncGenerator[Chunk]) -> list[Chunk]:
         """Returns the chunks that follow the answer's end, up to the token counts. Skipped if token ids are known."""
         behind = list[Chunk]()
         reply = call.builder.reply()

@@ -7,12 +7,12 @@ unstreamed (about 100 bytes per token), and a slow client gets fewer, longer chu
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.replies import Choice, Chunk, join_deltas
 from art_cli.runtime.threads import end
 
@@ -20,7 +20,7 @@ CANCEL_TIMEOUT_S = 10.0  # timeout for a backend to release a cancelled request'
 MIN_JOIN = 64  # joining fewer chunks costs more time than it saves
 
 
-async def read_ahead(stream: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+async def read_ahead(stream: AsyncGenerator[Chunk]) -> AsyncGenerator[Chunk]:
     """Yields the stream's chunks, some joined. Reads the stream as fast as possible, and closes it on early exit."""
     backlog = Backlog()
     reading = asyncio.create_task(backlog.fill(stream))
@@ -40,10 +40,10 @@ class Backlog:
         self._is_ended = False
         self._news = asyncio.Event()
 
-    async def fill(self, stream: AsyncIterator[Chunk]) -> None:
+    async def fill(self, stream: AsyncGenerator[Chunk]) -> None:
         """Adds the whole stream. Raises the stream's errors."""
         try:
-            async with closing_stream(stream) as chunks:
+            async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     self.add(chunk)
         finally:

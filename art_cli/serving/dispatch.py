@@ -3,12 +3,11 @@
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
 from art_cli.chat import Backend
-from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.replies import Chunk, Reply, ReplyBuilder
 from art_cli.chat.requests import Request
 from art_cli.serving.backlog import read_ahead
@@ -40,13 +39,13 @@ class Dispatch:
             _log_content(request, reply)
         return reply
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """Yields chunks at the client's speed. The slot is freed when sampling ends, even if the client is slow."""
-        async with closing_stream(read_ahead(self._sample(request))) as chunks:
+        async with contextlib.aclosing(read_ahead(self._sample(request))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _sample(self, request: Request) -> AsyncIterator[Chunk]:
+    async def _sample(self, request: Request) -> AsyncGenerator[Chunk]:
         begin = time.perf_counter()
         builder = ReplyBuilder(request) if self._logs_content else None
         num_prompt = num_sampled = 0
@@ -54,7 +53,7 @@ class Dispatch:
         try:
             async with (
                 self._engine(request) as (backend, filled, step),
-                closing_stream(backend.stream(filled)) as chunks,
+                contextlib.aclosing(backend.stream(filled)) as chunks,
             ):
                 async for chunk in chunks:
                     chunk.policy = await self._policies.served[request.model].proven.digest(chunk.step)

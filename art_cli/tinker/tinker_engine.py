@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -163,7 +163,7 @@ class TinkerEngine:
             sampling=sampling,
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """Yields the whole reply, one chunk per choice, because the protocol does not stream."""
         reply = await self.reply(request)
         for choice in reply.choices:

@@ -21,7 +21,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class Watched(HttpBackend):
         self._count(request)
         return await super().reply(request)
 
-    def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         self._count(request)
         return super().stream(request)
 

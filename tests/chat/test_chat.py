@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -481,7 +481,7 @@ async def test_streams_that_are_there_at_once_hold_nobody_up() -> None:
     class Fast(ScriptedBackend):
         num_yielded = 0
 
-        async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
             first = await anext(aiter(super().stream(request)))
             for _ in range(2000):
                 self.num_yielded += 1

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -104,7 +104,7 @@ async def test_a_game_of_turns_is_recorded_token_for_token(is_stream: bool) -> N
 class Counting(ScriptedBackend):
     """Streams end with a chunk that only has token counts, as in vLLM and `art serve`."""
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         async for chunk in super().stream(request):
             yield chunk
         yield msgspec.structs.replace(chunk, choice=Choice(index=0), is_last=False, usage=(9, 3))
@@ -128,7 +128,7 @@ class Hosted(ScriptedBackend):
         super().__init__()
         self._last = last
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         async for chunk in super().stream(request):
             choice = msgspec.structs.replace(chunk.choice, token_ids=[], logprobs=[], raw_logprobs=None)
             yield msgspec.structs.replace(chunk, choice=choice, prompt_ids=None)
@@ -238,7 +238,7 @@ class Paused(ScriptedBackend):
         self._num, self._index = num, index
         self.left = asyncio.Semaphore(0)
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         num = 0
         try:
             async for chunk in super().stream(request):

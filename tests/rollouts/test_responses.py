@@ -6,7 +6,7 @@ The official client talks to the gateway over HTTP. Prompts are rendered by a ch
 import gc
 import json
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -277,7 +277,7 @@ async def test_a_stream_that_breaks_is_an_error_and_not_a_short_answer() -> None
 class Counting(ScriptedBackend):
     """Streams end with a chunk that only has token counts, as in vLLM and `art serve`."""
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         async for chunk in super().stream(request):
             yield chunk
         yield msgspec.structs.replace(chunk, choice=Choice(index=0), is_last=False, usage=(18, 4))

@@ -1,7 +1,8 @@
 """Backlog: pieces that wait for a slow reader are put together, and what they say stays the same."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.replies import Choice, Chunk, ReplyBuilder
 from art_cli.chat.requests import Request, Sampling
@@ -91,7 +91,7 @@ class Source:
         self.letters, self.failure = letters, failure
         self.is_closed = False
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncGenerator[Chunk]:
         try:
             for letter in self.letters:
                 yield text(letter)
@@ -112,7 +112,7 @@ async def test_a_failure_comes_after_what_came_before_it() -> None:
 
 async def test_who_leaves_early_ends_the_stream() -> None:
     source = Source("abc")
-    async with closing_stream(read_ahead(aiter(source))) as chunks:
+    async with aclosing(read_ahead(aiter(source))) as chunks:
         assert (await anext(chunks)).choice.text == "abc"
         assert not source.is_closed
     assert source.is_closed

@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.http_server import Timeouts
 from art_cli.chat.requests import Request, Sampling
 from art_cli.config.schema import EmbeddedEngineConfig
@@ -187,7 +186,7 @@ async def test_a_stream_that_no_client_reads_keeps_no_slot(run: RunDir) -> None:
         for num in (200, 8)
     )
     try:
-        async with closing_stream(dispatch.stream(long)) as stream:
+        async with contextlib.aclosing(dispatch.stream(long)) as stream:
             ids = list((await anext(stream)).choice.token_ids)
             async with asyncio.timeout(60):
                 assert (await dispatch.reply(short)).choices[0].text == greedy(run, 2)

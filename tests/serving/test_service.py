@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +344,7 @@ class HostedEngine(ScriptedEngine):
         choices = [msgspec.structs.replace(choice, token_ids=[], logprobs=[]) for choice in reply.choices]
         return msgspec.structs.replace(reply, choices=choices, prompt_ids=[], usage=(9, 3))
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         async for chunk in super().stream(request):
             choice = msgspec.structs.replace(chunk.choice, token_ids=[], logprobs=[])
             yield msgspec.structs.replace(chunk, choice=choice, prompt_ids=None)

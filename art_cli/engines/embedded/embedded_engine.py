@@ -14,7 +14,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, Self, TypeVar
@@ -200,7 +200,7 @@ class EmbeddedEngine:
             sampling=job.sampling,
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         job = await self._job(request, is_stream=True)
         writers = [
             ChoiceWriter(self._vocabulary, job.request, job.prompt, index, job.echo)

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -25,7 +25,6 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from art_cli.chat import Backend, EngineLoad
-from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.chat_errors import INVALID_REQUEST, ChatError
 from art_cli.chat.client import HttpBackend
 from art_cli.chat.replies import Choice, Chunk, Reply
@@ -246,16 +245,16 @@ class VllmEngine:
                 raise
             return await self._reply(shorter)
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         request = self._chats.ended(request)
         try:
-            async with closing_stream(self._stream(request)) as chunks:
+            async with contextlib.aclosing(self._stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         except ChatError as error:  # rejected before any chunk
             if error.code != TOO_LONG_CODE or (shorter := await self._chats.bounded(request)) is None:
                 raise
-            async with closing_stream(self._stream(shorter)) as chunks:
+            async with contextlib.aclosing(self._stream(shorter)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -270,13 +269,13 @@ class VllmEngine:
             restore_arguments(choice)
         return reply
 
-    async def _stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def _stream(self, request: Request) -> AsyncGenerator[Chunk]:
         chat = await self._chats.rendered(request)
         asked = self._server.verbatim.put_into(request) if chat is None else chat.request
         async with (
             self._admitted(request) as (adapters, backend),
             self._failures(adapters),
-            closing_stream(backend.stream(asked)) as chunks,
+            contextlib.aclosing(backend.stream(asked)) as chunks,
         ):
             async for chunk in chunks:
                 complete_logprobs(request, chunk.choice)

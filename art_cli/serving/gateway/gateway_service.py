@@ -22,7 +22,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -34,7 +34,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat.api_keys import Keys
-from art_cli.chat.chat_app import CONVERSATION_HEADER, READ_HERE_BYTES, AppSettings, build_app, closing_stream
+from art_cli.chat.chat_app import CONVERSATION_HEADER, READ_HERE_BYTES, AppSettings, build_app
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.http_server import Stopping, serve
 from art_cli.chat.reading import BodyLimit, RequestReader
@@ -157,11 +157,11 @@ class ClientBackend:
             self.num_calls += 1
             return self._shown(msgspec.structs.replace(reply, id=_reply_id(request)))
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         with self._failures_logged():
             if not request.is_recorded:
                 plain = self._upstream.backend.stream(with_defaults(request, Sampling()))
-                async with closing_stream(plain) as chunks:
+                async with contextlib.aclosing(plain) as chunks:
                     async for chunk in chunks:
                         yield self._shown(chunk)
                 return
@@ -171,7 +171,7 @@ class ClientBackend:
             prefixes = await self._prefixes(redacted)
             with self._conversations.calling(self._client, request, redacted, prefixes) as conversation:
                 num_before = conversation.recorder.num_entries
-                async with closing_stream(conversation.backend.stream(request)) as chunks:
+                async with contextlib.aclosing(conversation.backend.stream(request)) as chunks:
                     async for chunk in chunks:
                         if conversation.recorder.num_entries != num_before:
                             await self._journal.sync()

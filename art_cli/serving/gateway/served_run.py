@@ -11,13 +11,13 @@ again every RETRY_S; until then, and if the candidate's engine fails, the promot
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import NamedTuple, NoReturn
 
 import msgspec
 
 from art_cli.chat import Backend
-from art_cli.chat.chat_app import closing_stream
 from art_cli.chat.http_server import cancel
 from art_cli.chat.replies import Chunk, Reply
 from art_cli.chat.requests import Request
@@ -117,10 +117,10 @@ class ServedRun:
             reply.policy = await policy.proven.digest(reply.step)
         return reply
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         policy = self._policy_for(request)
         with policy.lease() as backend:
-            async with closing_stream(backend.stream(msgspec.structs.replace(request, model=self._name))) as chunks:
+            async with aclosing(backend.stream(msgspec.structs.replace(request, model=self._name))) as chunks:
                 async for chunk in chunks:
                     chunk.policy = await policy.proven.digest(chunk.step)
                     yield chunk

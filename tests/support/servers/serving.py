@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ class Talker(ScriptedEngine):
         reply.choices[0].text *= 10_000_000
         return reply
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         async for chunk in super().stream(request):
             chunk.choice.text *= 100_000
             for _ in range(100):

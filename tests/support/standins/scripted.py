@@ -8,7 +8,7 @@ token. Logprobs follow from the ids: -(id % 7 + 1) / 8.
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -56,7 +56,7 @@ class ScriptedBackend:
             sampling=request.sampling,
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """The reply a token at a time; a tool call comes in two pieces, its name and its arguments."""
         message = await self._ask(request)
         given: list[int] | None = prompt_ids(request)
@@ -92,7 +92,7 @@ class ScriptedBackend:
 class BreakingBackend(ScriptedBackend):
     """Its streams end in an error after their first token."""
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         async for chunk in super().stream(request):
             yield chunk
             raise ChatError(503, "the engine died")

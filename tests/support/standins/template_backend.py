@@ -4,7 +4,7 @@ Prompts are rendered and texts are parsed by the embedded engine's own code, so 
 template without a model. The tokenizer has one token per byte. Logprobs are -1/8 each.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from art_cli.chat.replies import Choice, Chunk, Reply, join_deltas
@@ -68,7 +68,7 @@ class TemplateBackend:
             sampling=request.sampling,
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         prompt, ids, _ = self._ask(request)
         parser, detokenizer = MessageParser(prompt), Detokenizer(self.vocabulary)
         for place, id in enumerate(ids):
