@@ -33,7 +33,7 @@ from art_cli.loop.stage_policy import (
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.models.weights import Weights
 from art_cli.rollouts.rollout_runner import RolloutPlan
-from art_cli.rollouts.scenario_files import RunScenarios, training_scenarios
+from art_cli.rollouts.scenario_files import RunScenarios
 from art_cli.runs.durable import LineWriter, read_lines
 from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_checkpoints import Which
@@ -85,8 +85,8 @@ def choose_policy(loaded: LoadedConfig, checkpoint: Path | None, which: Which) -
 def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:
     """Returns the next `num` scenarios (or fewer if there are fewer) that the run would choose from `step` on."""
     run = RunDir(loaded.config.runs / loaded.config.name)
-    scenarios = training_scenarios(loaded.config, loaded.directory)
-    choice, found = ScenarioChoice(loaded.config, run, scenarios), list[Json]()
+    scenarios = RunScenarios(loaded.config, loaded.directory)
+    choice, found = ScenarioChoice(loaded.config, run, scenarios.training), list[Json]()
     for later in range(step, step + num):
         found += [each for each in choice.scenarios(later) if each not in found]
         if len(found) >= num:

@@ -274,16 +274,6 @@ class RunScenarios:
         return part
 
 
-def training_scenarios(config: RunConfig, directory: Path) -> list[Json]:
-    """Returns `RunScenarios.training`."""
-    return RunScenarios(config, directory).training
-
-
-def evaluation_scenarios(config: RunConfig, directory: Path) -> list[Json]:
-    """Returns `RunScenarios.evaluation`."""
-    return RunScenarios(config, directory).evaluation
-
-
 def find_overlap(training: Sequence[Json], evaluation: Sequence[Json]) -> Overlap:
     """Finds evaluation scenarios that are also in the training set.
 

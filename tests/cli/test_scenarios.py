@@ -12,7 +12,7 @@ import pytest
 
 from art_cli.cli import app as cli
 from art_cli.config.compose import load_config
-from art_cli.rollouts.scenario_files import training_scenarios
+from art_cli.rollouts.scenario_files import RunScenarios
 from tests.rollouts.environments.test_mcp import SERVER
 from tests.support.servers.chat_server import ChatServer, chatting
 
@@ -78,7 +78,7 @@ def test_tasks_are_spread_and_the_file_trains_as_it_is(tmp_path: Path, capsys: p
     config.write_text(
         f'model: {{base: "builtin:tiny"}}\nrollout: {rollout}\njudge: {{name: ruler, model: openai/gpt-6.1-sol}}\n'
     )
-    assert len(training_scenarios(load_config(config).config, tmp_path)) == 40
+    assert len(RunScenarios(load_config(config).config, tmp_path).training) == 40
 
 
 @pytest.mark.slow

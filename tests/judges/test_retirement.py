@@ -175,7 +175,7 @@ def test_check_refuses_a_model_that_is_shut_down_and_says_so_before(
 
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     set_today(monkeypatch, today)
-    monkeypatch.setattr("art_cli.cli.preflight.rollout_checks.training_scenarios", interrupt)  # it comes next
+    monkeypatch.setattr("art_cli.cli.preflight.rollout_checks.RunScenarios", interrupt)  # it comes next
     found, out, _ = art("check", LETTERS / "config.yaml", "judge=ruler", f"judge.model={model}")
     assert found == code
     assert " ".join(line.split()) in [" ".join(each.split()).partition(" (0.")[0] for each in out.splitlines()]

@@ -9,10 +9,9 @@ from art_cli.config.compose import load_config
 from art_cli.config.schema import RunConfig
 from art_cli.rollouts.scenario_files import (
     Json,
-    evaluation_scenarios,
+    RunScenarios,
     find_overlap,
     is_held_out,
-    training_scenarios,
 )
 from art_cli.runtime.errors import ConfigError, DataError
 
@@ -35,18 +34,17 @@ def test_a_larger_share_holds_out_more_and_about_that_share() -> None:
 def test_training_and_evaluation_are_the_two_parts_of_one_file(tmp_path: Path) -> None:
     scenarios: list[Json] = [{"id": number, "ask": str(number)} for number in range(40)]
     config = configure(tmp_path, scenarios, "{held_out: 0.25}")
-    trained, held_out = training_scenarios(config, tmp_path), evaluation_scenarios(config, tmp_path)
+    parts = RunScenarios(config, tmp_path)
+    trained, held_out = parts.training, parts.evaluation
     assert sorted(scenario["id"] for scenario in trained + held_out) == list(range(40))
     assert trained and held_out
     assert not find_overlap(trained, held_out).same_id
 
 
 def test_a_share_that_leaves_nothing_is_an_error(tmp_path: Path) -> None:
-    config = configure(tmp_path, [{"id": "only"}], "{held_out: 0.5}")
-    sides = [training_scenarios, evaluation_scenarios]
+    parts = RunScenarios(configure(tmp_path, [{"id": "only"}], "{held_out: 0.5}"), tmp_path)
     with pytest.raises(DataError, match=r"eval\.held_out = 0\.5 of 1 scenarios leaves none to"):
-        for side in sides:
-            side(config, tmp_path)
+        _ = parts.training, parts.evaluation
 
 
 @pytest.mark.parametrize("evaluation", ["{every: 3}", "{scenarios: s.jsonl, held_out: 0.1}"])

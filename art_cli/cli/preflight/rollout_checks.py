@@ -18,7 +18,7 @@ from art_cli.models.tokenizer import template_cure
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT
 from art_cli.rollouts.rollout_runner import process_rollout
-from art_cli.rollouts.scenario_files import evaluation_scenarios, find_overlap, pools_of, training_scenarios
+from art_cli.rollouts.scenario_files import RunScenarios, find_overlap, pools_of
 from art_cli.runs.intervals import share_interval
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime import plugins, threads
@@ -36,14 +36,14 @@ JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null
 def check_scenarios(opened: Opened, part: SourcePart) -> Finding:
     """Reads all scenarios and demonstrations, and counts them."""
     config = part.loaded.config
-    part.scenarios, note = training_scenarios(config, part.loaded.directory), ""
+    scenarios = RunScenarios(config, part.loaded.directory)
+    part.scenarios, note = scenarios.training, ""
     counts = [f"{len(part.scenarios)} to train on"]
     if config.rollout.pool is not None:
         counts[0] += f" in {len(set(pools_of(part.scenarios, config.rollout.pool)))} pools"
     if config.eval:
-        held_out = evaluation_scenarios(config, part.loaded.directory)
-        counts.append(f"{len(held_out)} to evaluate on")
-        note = str(find_overlap(part.scenarios, held_out))
+        counts.append(f"{len(scenarios.evaluation)} to evaluate on")
+        note = str(find_overlap(part.scenarios, scenarios.evaluation))
         if config.eval.held_out is not None and not note:
             counts[-1] += ", held out: none of them is trained on"
     if config.sft:

@@ -17,7 +17,7 @@ from art_cli.config.schema import EnvironmentConfig
 from art_cli.loop.references import check_ready
 from art_cli.rollouts import environments
 from art_cli.rollouts.environments import Listing, Settings, open_environment, verifiers_tasks
-from art_cli.rollouts.scenario_files import evaluation_scenarios, training_scenarios
+from art_cli.rollouts.scenario_files import RunScenarios
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import ConfigError, UsageError
 from tests.support.paths import LETTERS, ROOT
@@ -108,7 +108,8 @@ def test_a_key_below_an_environment_that_is_only_named_leaves_its_name(tmp_path:
 def test_scenarios_are_seeds_and_held_out_ones_are_never_trained_on(tmp_path: Path) -> None:
     rollout = "{environment: {name: reasoning_gym/countdown, size: 50, seed: 100}}"
     config = load_config(configured(tmp_path, rollout, "eval: {held_out: 0.3}")).config
-    trained, held_out = training_scenarios(config, tmp_path), evaluation_scenarios(config, tmp_path)
+    scenarios = RunScenarios(config, tmp_path)
+    trained, held_out = scenarios.training, scenarios.evaluation
     assert sorted(each["seed"] for each in trained + held_out) == list(range(100, 150))
     assert trained and held_out
 
