@@ -113,8 +113,6 @@ def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
     """Returns the configured engine's traits. Raises UsageError if the user's class cannot be imported."""
     owner: Any = plugins.resolve(config.entry, base=directory) if isinstance(config, OwnEngineConfig) else config
     defaults = EngineTraits()
-    if getattr(owner, "needs_weights", False):  # older projects' spelling of `weights = "here"`
-        defaults = defaults._replace(weights="here")
     traits: dict[str, Any] = {name: getattr(owner, name, default) for name, default in defaults._asdict().items()}
     if traits["weights"] not in get_args(WeightsAt):  # a user's class may use this attribute name for something else
         traits["weights"] = defaults.weights

@@ -17,7 +17,7 @@ from art_cli.models.weights import token_logprobs
 
 
 class PlainEngine:
-    needs_weights = True
+    weights = "here"
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup, self.max_tokens = setup, int(setup.options.get("max_tokens", 16))
