@@ -41,42 +41,26 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 
     `work` runs in the caller's task. A second task watches the connection.
     """
-    watch = _Watch(receive)
-    try:
-        result = await work
-    except asyncio.CancelledError:
-        if watch.has_cancelled and watch.task.uncancel() == 0:  # only this watch cancelled it
-            raise ClientDisconnect from None
-        raise
-    finally:
-        watch.end()
-    if watch.has_cancelled:  # cancelled during the last step of the work, so the next await will raise
-        try:
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            if watch.task.uncancel():
-                raise
-        raise ClientDisconnect
-    return result
+    connected = asyncio.timeout(None)
 
-
-class _Watch:
-    """Cancels the current task when its client disconnects, until `end` is called."""
-
-    def __init__(self, receive: Receive) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "requests run in tasks"
-        self.task, self.has_cancelled = task, False
-        self._watching = asyncio.create_task(self._look(receive))
-
-    async def _look(self, receive: Receive) -> None:
+    async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.has_cancelled = True
-        self.task.cancel()
+        connected.reschedule(0)  # cancels `work` now
 
-    def end(self) -> None:
-        self._watching.cancel()
+    watching = asyncio.create_task(watch())
+    try:
+        async with connected:
+            result = await work
+    except TimeoutError:
+        if not connected.expired():
+            raise
+        raise ClientDisconnect from None
+    finally:
+        watching.cancel()
+    if connected.expired():  # `work` ended normally in spite of it
+        raise ClientDisconnect
+    return result
 
 
 class Timeouts(NamedTuple):
