@@ -25,6 +25,9 @@ from contextlib import ExitStack
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from art_cli.chat.api_keys import Keys, check_sender
@@ -37,7 +40,6 @@ log = logging.getLogger(__name__)
 LONGEST_RETRY_S = 60
 LOADING_RETRY_S = 5
 SMOOTHING = 0.1  # weight of the newest answer in the moving average of durations
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 READY = ("/ready", "/health/ready")  # answer 200 once requests are served
 WATCHED = (*READY, "/metrics", HEALTH)  # polled by machines every few seconds, so logged at debug level
@@ -144,9 +146,13 @@ class Meter:
         self.ready = Gauge("art_ready", "Whether requests are taken.", registry=own)
         self.step = Gauge("art_policy_step", "The step whose weights answer.", ["model"], registry=own)
 
-    def render(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    @property
+    def route(self) -> Route:
+        """The route of all metrics in Prometheus' text format."""
+        return Route("/metrics", self._answer, methods=["GET"])
+
+    async def _answer(self, http: HttpRequest) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 class Middleware:

@@ -28,7 +28,7 @@ from art_cli.chat.wires import WIRES
 from art_cli.runs.run_checkpoints import Which
 from art_cli.runtime import threads
 from art_cli.serving.dispatch import Dispatch
-from art_cli.serving.middleware import CONTENT_TYPE, FEEDBACK_PATHS, READY, Admission, Meter, Middleware
+from art_cli.serving.middleware import FEEDBACK_PATHS, READY, Admission, Meter, Middleware
 from art_cli.serving.served_policies import Policies, ServedPolicy, follow
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Service:
             ),
             more=[
                 *(Route(path, self._ready, methods=["GET"]) for path in READY),
-                Route("/metrics", self._metrics, methods=["GET"]),
+                self.meter.route,
                 *(Route(path, _no_feedback, methods=["POST"]) for path in FEEDBACK_PATHS),
             ],
         )
@@ -155,9 +155,6 @@ class Service:
         ]
         body = msgspec.json.encode({"status": "ready", "models": models})
         return Response(body, media_type="application/json")
-
-    async def _metrics(self, http: HttpRequest) -> Response:
-        return Response(self.meter.render(), media_type=CONTENT_TYPE)
 
 
 async def _no_feedback(http: HttpRequest) -> Response:

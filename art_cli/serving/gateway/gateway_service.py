@@ -28,9 +28,6 @@ from urllib.parse import quote
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat.api_keys import Keys
@@ -48,12 +45,12 @@ from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, UsageError, printable
 from art_cli.runtime.secrets import MIN_LENGTH, Secrets
 from art_cli.runtime.state_key import RECORD_HEADER
-from art_cli.serving.gateway.conversations import Conversations, prefixes_of
+from art_cli.serving.gateway.conversations import Conversation, Conversations, prefixes_of
 from art_cli.serving.gateway.feedback_service import FeedbackService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
 from art_cli.serving.gateway.served_run import ServedRun
-from art_cli.serving.middleware import CONTENT_TYPE, Admission, Meter, Middleware
+from art_cli.serving.middleware import Admission, Meter, Middleware
 
 log = logging.getLogger(__name__)
 
@@ -147,14 +144,9 @@ class ClientBackend:
         with self._failures_logged():
             if not request.is_recorded:
                 return self._shown(await self._upstream.backend.reply(with_defaults(request, Sampling())))
-            self._journal.check_room()
-            request = _named(request)
-            redacted = await self._redacted(request)
-            prefixes = await self._prefixes(redacted)
-            with self._conversations.calling(self._client, request, redacted, prefixes) as conversation:
+            async with self._recorded(request) as (request, conversation):
                 reply = await conversation.backend.reply(request)
                 await self._journal.sync()
-            self.num_calls += 1
             return self._shown(msgspec.structs.replace(reply, id=_reply_id(request)))
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
@@ -165,11 +157,7 @@ class ClientBackend:
                     async for chunk in chunks:
                         yield self._shown(chunk)
                 return
-            self._journal.check_room()
-            request = _named(request)
-            redacted = await self._redacted(request)
-            prefixes = await self._prefixes(redacted)
-            with self._conversations.calling(self._client, request, redacted, prefixes) as conversation:
+            async with self._recorded(request) as (request, conversation):
                 num_before = conversation.recorder.num_entries
                 async with contextlib.aclosing(conversation.backend.stream(request)) as chunks:
                     async for chunk in chunks:
@@ -178,7 +166,18 @@ class ClientBackend:
                             num_before = conversation.recorder.num_entries
                         chunk.id = _reply_id(request)
                         yield self._shown(chunk)
-            self.num_calls += 1
+
+    @contextlib.asynccontextmanager
+    async def _recorded(self, request: Request) -> AsyncIterator[tuple[Request, Conversation]]:
+        """Yields the call's conversation, and the request with the id by which feedback will name the reply."""
+        self._journal.check_room()
+        if not request.id:  # the endpoint's own ids may repeat
+            request = msgspec.structs.replace(request, id=uuid.uuid4().hex)
+        redacted = await self._redacted(request)
+        prefixes = await self._prefixes(redacted)
+        with self._conversations.calling(self._client, request, redacted, prefixes) as conversation:
+            yield request, conversation
+        self.num_calls += 1
 
     def _shown(self, part: Part) -> Part:
         """Returns what the client gets. Recorded parts must not change, so replies are copied before."""
@@ -208,11 +207,6 @@ class ClientBackend:
             if error.status >= 500:
                 log.warning("%s: a call failed: %s", self._client, printable(error.message, limit=500))
             raise
-
-
-def _named(request: Request) -> Request:
-    """Adds the id by which feedback will name the reply. The endpoint's own ids may repeat."""
-    return request if request.id else msgspec.structs.replace(request, id=uuid.uuid4().hex)
 
 
 def _reply_id(request: Request) -> str:
@@ -276,7 +270,7 @@ class GatewayService:
                 body_limit=lambda: BodyLimit(max_body_bytes, "art gateway --max-body sets this limit"),
                 policy_of=lambda name: gateway.proven.newest,
             ),
-            more=[Route("/metrics", self._metrics, methods=["GET"]), *self._feedback.routes],
+            more=[self._meter.route, *self._feedback.routes],
         )
         self.app = Middleware(NamedConversations(app, clients), clients, self.admission, self._meter)
 
@@ -324,6 +318,3 @@ class GatewayService:
                 await self._journal.rotate(self.conversations.open.keys())
             except (OSError, ArtError) as error:
                 log.error("no trajectories were written; the calls stay in the journal: %s", error)
-
-    async def _metrics(self, http: HttpRequest) -> Response:
-        return Response(self._meter.render(), media_type=CONTENT_TYPE)
