@@ -256,9 +256,7 @@ def _refuse(request: Request) -> None:
 
 
 def _choice(vocabulary: Vocabulary, request: Request, prompt: Prompt, index: int, piece: Piece) -> Choice:
-    writer = ChoiceWriter(vocabulary, request, prompt, index)
-    choice = writer.write(piece)
-    choice.text, choice.message = writer.text, writer.message
+    choice = ChoiceWriter(vocabulary, request, prompt, index).whole(piece)
     # The server reports logprobs at temperature 1, so at other temperatures the sampling distribution is unknown.
     choice.is_masked = request.sampling.temperature not in (0.0, 1.0)
     return choice

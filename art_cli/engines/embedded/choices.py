@@ -81,6 +81,12 @@ class ChoiceWriter:
             stop_string=self._stops.found if is_last else None,
         )
 
+    def whole(self, piece: Piece) -> Choice:
+        """Returns the whole choice, of which `piece` is the only piece."""
+        choice = self.write(piece)
+        choice.text, choice.message = self.text, self.message
+        return choice
+
     def _delta(self, text: str, is_last: bool) -> Json | None:
         if self._parser is None:
             return None

@@ -25,7 +25,7 @@ import numpy as np
 from art_cli.chat import Backend, EngineLoad
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import RequestReader
-from art_cli.chat.replies import Choice, Chunk, Echo, Reply
+from art_cli.chat.replies import Chunk, Echo, Reply
 from art_cli.chat.requests import Request, needs_echo
 from art_cli.config.sections.engine_config import EmbeddedEngineConfig
 from art_cli.engines import Endpoint, EngineSetup
@@ -194,7 +194,7 @@ class EmbeddedEngine:
             id=job.id,
             created=job.created,
             model=request.model,
-            choices=[self._whole_choice(job, index, piece) for index, piece in pieces],
+            choices=[self._writer(job, index).whole(piece) for index, piece in pieces],
             prompt_ids=job.prompt.ids,
             step=min(piece.step for _, piece in pieces),
             sampling=job.sampling,
@@ -202,10 +202,7 @@ class EmbeddedEngine:
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         job = await self._job(request, is_stream=True)
-        writers = [
-            ChoiceWriter(self._vocabulary, job.request, job.prompt, index, job.echo)
-            for index in range(request.sampling.n)
-        ]
+        writers = [self._writer(job, index) for index in range(request.sampling.n)]
         open_choices, is_first = len(writers), True
         with self._submitted(job):
             while open_choices:
@@ -290,12 +287,8 @@ class EmbeddedEngine:
             if job.num_open:
                 thread.cancel(job.generations)
 
-    def _whole_choice(self, job: "_Job", index: int, piece: Piece) -> Choice:
-        writer = ChoiceWriter(self._vocabulary, job.request, job.prompt, index, job.echo)
-        choice = writer.write(piece)
-        choice.text = writer.text
-        choice.message = writer.message
-        return choice
+    def _writer(self, job: "_Job", index: int) -> ChoiceWriter:
+        return ChoiceWriter(self._vocabulary, job.request, job.prompt, index, job.echo)
 
 
 class _Mailbox:
