@@ -6,6 +6,7 @@ answers of other clients.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.runtime.errors import ArtError, is_full_disk, one_line
+from art_cli.runtime.threads import end
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,7 @@ Json = dict[str, Any]
 MAX_KEPT = 20_000  # maximum number of stored answers, over all clients
 MAX_KEPT_BYTES = 512 * 2**20
 SMALL = 512  # size of answers without tokens
+CLOSE_TIMEOUT_S = 5.0
 
 
 class FutureAnswer(NamedTuple):
@@ -186,12 +189,9 @@ class Futures:
 
     async def wait(self, future: Future, timeout_s: float) -> bool:
         """Waits up to `timeout_s`; returns True when the result is ready."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await future.done.wait()
-        except TimeoutError:
-            return False
-        return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(future.done.wait(), timeout_s)
+        return future.done.is_set()
 
     def cancel(self, future: Future) -> None:
         if future.task is not None:
@@ -209,11 +209,7 @@ class Futures:
     async def close(self) -> None:
         """Refuses new requests; unanswered requests fail."""
         self.refuse()
-        tasks = self._tasks()
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=5)
+        await end(*self._tasks(), timeout_s=CLOSE_TIMEOUT_S)
         for future in list(self._futures.values()):
             if future.result is None:
                 self.settle(future, Failure("the server was stopped before this request was run", is_users=False))
