@@ -179,7 +179,7 @@ def build_app(backend_for: BackendFor, settings: AppSettings | None = None, *, m
         exception_handlers={
             ChatError: routes.refuse,
             HTTPException: routes.refuse_route,
-            ClientDisconnect: _gone,
+            ClientDisconnect: gone,
             Exception: routes.fail,
         },
     )
@@ -401,6 +401,6 @@ def error_response(error: ChatError, wire: Wire) -> Response:
     return _json(wire.error(error), wire.status(error), headers)
 
 
-async def _gone(http: HttpRequest, error: Exception) -> Response:
+async def gone(http: HttpRequest, error: Exception) -> Response:
     """Returns a placeholder response for a client that disconnected."""
     return Response(status_code=499)

@@ -35,11 +35,8 @@ MAX_ENTRIES = 1_000_000  # maximum archive entries
 MAX_ARCHIVE_BYTES = 64 * 2**30  # total uncompressed archive size
 CHUNK = 2**20
 ZSTANDARD = 93  # zip compression method, supported by Python 3.14 and later
-METHODS = {
-    zipfile.ZIP_STORED,
-    zipfile.ZIP_DEFLATED,
-    ZSTANDARD,
-}  # other methods allocate memory requested by the archive
+# Methods of zip that inspect uses. Others allocate memory requested by the archive.
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, ZSTANDARD)
 LISTS = ("data", "samples", "traces", "observations")  # keys of record lists in JSON documents
 _ANY = msgspec.json.Decoder()
 MAX_SCORES = 20  # displayed score names
@@ -186,11 +183,11 @@ def _unpacked(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: IO[bytes],
     """Returns an entry's content, unless it is larger than `limit`."""
     if entry.compress_type not in METHODS:
         raise ValueError(f"packed by method {entry.compress_type} of zip, which inspect does not use")
-    if entry.compress_type != ZSTANDARD or hasattr(zipfile, "ZIP_ZSTANDARD"):
+    if entry.compress_type == ZSTANDARD:
+        text = _read_zstandard(entry, file, limit + 1)
+    else:
         with archive.open(entry) as stream:
             text = stream.read(limit + 1)
-    else:
-        text = _read_zstandard(entry, file, limit + 1)
     return text if len(text) <= limit else None
 
 
@@ -303,7 +300,7 @@ def _trajectories(
     for origin, attempt in _attempts(paths, readers, done, form=form, group_by=group_by):
         try:
             if reward is not None:
-                attempt.reward = _named(attempt, reward)
+                attempt.reward = (attempt.metrics if attempt.whole is None else attempt.whole.metrics).get(reward)
                 if attempt.whole is not None:
                     attempt.whole.returned_reward = attempt.reward
             line = msgspec.json.encode(attempt.trajectory())
@@ -316,10 +313,6 @@ def _trajectories(
             continue
         ids.add(key)
         yield trajectory, line
-
-
-def _named(attempt: TracedAttempt, reward: str) -> float | None:
-    return (attempt.whole.metrics if attempt.whole is not None else attempt.metrics).get(reward)
 
 
 def _attempts(

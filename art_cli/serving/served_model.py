@@ -158,7 +158,7 @@ def of_checkpoint(
     else:
         base_model, named = str(found.path.resolve()), str(found.path)
     return Source(
-        name=name or _name(found),
+        name=name or (found.run.root if found.run is not None else found.path).resolve().name,
         base=base_model,
         adapter=found.path if found.is_adapter else None,
         step=found.step,
@@ -181,7 +181,3 @@ def _downloaded(found: Found) -> Found:
         return found
     manifest = msgspec.structs.replace(found.manifest, base=run_checkpoints.base_of(found))
     return found._replace(path=path, manifest=manifest, is_adapter=(path / "adapter_config.json").is_file())
-
-
-def _name(found: Found) -> str:
-    return (found.run.root if found.run is not None else found.path).resolve().name

@@ -26,7 +26,7 @@ import json
 import uuid
 from base64 import b64encode
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -65,10 +65,6 @@ TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-
-
-class _RendersErrors(Protocol):
-    def error(self, error: ChatError) -> bytes: ...
 
 
 def message_of(reply: Reply) -> Json:
@@ -133,7 +129,7 @@ def _usage(num_prompt: int, num_sampled: int) -> Json:
 class MessageEvents:
     """The events of a message: message_start, each block's start, deltas and stop, message_delta, message_stop."""
 
-    def __init__(self, wire: _RendersErrors) -> None:
+    def __init__(self, wire: "Anthropic") -> None:
         self._wire = wire
         self._last: Chunk | None = None
         self._ended = Choice(index=0)  # final piece of the answer; a chunk with token counts may follow

@@ -133,19 +133,14 @@ class Memory:
             self._num_bytes -= oldest.num_bytes
 
     def _find(self, key: str | None, id: str) -> list[Json]:
-        kept = self._kept.get((_owner(key), id))
-        if kept is None:
-            raise _not_kept()
+        if (kept := self._kept.get((_owner(key), id))) is None:
+            message = "the response that this request refers to is not, or no longer, kept here; send the conversation"
+            raise invalid(f"{message} as input", "previous_response_id", "previous_response_not_found")
         return kept.messages
 
 
 def _owner(key: str | None) -> bytes:
     return hashlib.blake2b((key or "").encode(errors="surrogateescape"), digest_size=16).digest()
-
-
-def _not_kept() -> ChatError:
-    message = "the response that this request refers to is not, or no longer, kept here; send the conversation as input"
-    return invalid(message, "previous_response_id", "previous_response_not_found")
 
 
 def whole_response(request: Request, reply: Reply) -> Json:

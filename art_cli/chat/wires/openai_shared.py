@@ -235,10 +235,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = []
 
 
@@ -328,7 +325,7 @@ class OpenAIEvents:
         wants_tokens = request.wants_logprobs or request.wants_token_ids
         has_tokens = wants_tokens and bool(chunk.choice.token_ids or chunk.choice.logprobs)
         if chunk.is_last or has_tokens or any(content.values()):
-            events += self._event(chunk, self._piece(chunk, content))
+            events += event(msgspec.json.encode(self._event_body(chunk, self._piece(chunk, content))))
         return events
 
     def finish(self) -> bytes:
@@ -379,9 +376,6 @@ class OpenAIEvents:
             "finish_reason": chunk.choice.finish_reason if chunk.is_last else None,
             **token_fields(self._request, chunk.choice),
         }
-
-    def _event(self, chunk: Chunk, choice: Json) -> bytes:
-        return event(msgspec.json.encode(self._event_body(chunk, choice)))
 
     def _event_body(self, chunk: Chunk, choice: Json) -> Json:
         body = {**self._head(chunk), "choices": [choice]}

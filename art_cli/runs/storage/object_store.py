@@ -331,7 +331,8 @@ def take(store: ObjectStore, token: str, *, own: str = "", begun: str = "") -> L
     if last is not None and last.token not in (own, begun) and time.time() < last.until + SKEW_S:
         raise RunError(_in_use(store, last))
     after = "" if last is None else last.after if last.token == begun else last.token
-    record = LeaseRecord(token=token, owner=_owner(), until=time.time() + LEASE_S, after=after)
+    owner = f"{socket.gethostname()}, process {os.getpid()}"
+    record = LeaseRecord(token=token, owner=owner, until=time.time() + LEASE_S, after=after)
     if not store.create(_name(newest + 1), msgspec.json.encode(record)):
         other = _read(store, newest + 1)
         if other is None or other.token != token:  # otherwise the store lost our answer
@@ -371,10 +372,6 @@ def _in_use(store: ObjectStore, record: LeaseRecord) -> str:
         f"{store.address}: in use by {printable(record.owner, limit=200)}; stop it there, or if that machine is gone "
         f"wait {left:.0f} s and run the same command again"
     )
-
-
-def _owner() -> str:
-    return f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def _newest(store: ObjectStore) -> int:

@@ -48,18 +48,6 @@ class TokenLoss(NamedTuple):
     may_bring: tuple[str, ...] = ()  # optional datum inputs
 
 
-def _cross_entropy(new: Tensor, numbers: Numbers, datums: Tensor) -> Objective:
-    return Objective(-numbers["weights"] * new)
-
-
-def _importance_sampling(new: Tensor, numbers: Numbers, datums: Tensor) -> Objective:
-    return Objective(-_ratio(new, numbers) * numbers["advantages"])
-
-
-def _ppo(new: Tensor, numbers: Numbers, datums: Tensor) -> Objective:
-    return _clipped(_ratio(new, numbers), numbers)
-
-
 def _cispo(new: Tensor, numbers: Numbers, datums: Tensor) -> Objective:
     ratio, low, high = _ratio(new, numbers).detach(), *_bounds(new, numbers)
     clipped = torch.minimum(torch.maximum(ratio, low), high)
@@ -99,9 +87,11 @@ def _bounds(like: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
 
 
 TOKEN_LOSSES: Mapping[str, TokenLoss] = {
-    "cross_entropy": TokenLoss(_cross_entropy, (), {"weights": 1.0}),
-    "importance_sampling": TokenLoss(_importance_sampling, _SAMPLED, {}),
-    "ppo": TokenLoss(_ppo, _SAMPLED, _CLIP),
+    "cross_entropy": TokenLoss(lambda new, numbers, _: Objective(-numbers["weights"] * new), (), {"weights": 1.0}),
+    "importance_sampling": TokenLoss(
+        lambda new, numbers, _: Objective(-_ratio(new, numbers) * numbers["advantages"]), _SAMPLED, {}
+    ),
+    "ppo": TokenLoss(lambda new, numbers, _: _clipped(_ratio(new, numbers), numbers), _SAMPLED, _CLIP),
     "cispo": TokenLoss(_cispo, _SAMPLED, _CLIP),
     "dro": TokenLoss(_dro, _SAMPLED, {"beta": None}),
     "gspo": TokenLoss(_gspo, _SAMPLED, _CLIP, ("sequence_ratio_mask",)),

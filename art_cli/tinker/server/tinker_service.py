@@ -25,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_cli.chat.api_keys import Keys, check_sender
+from art_cli.chat.chat_app import gone
 from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.http_server import Stopping, serve
 from art_cli.config.schema import EngineConfig
@@ -116,7 +117,7 @@ def build_app(state: BackendState, keys: Keys) -> Starlette:
     app = Starlette(
         routes=[*answered, *refused, download, health],
         middleware=[Middleware(_Doorkeeper, keys=keys)],
-        exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug},
+        exception_handlers={HTTPException: _no_route, ClientDisconnect: gone, Exception: _bug},
     )
     app.router.redirect_slashes = False
     return app
@@ -185,10 +186,6 @@ async def _no_route(http: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = "no such path" if status == 404 else "not this method"
     return reply({"detail": f"{http.method} {http.url.path[:200]}: {what} here"}, status)
-
-
-async def _gone(http: Request, error: Exception) -> Response:
-    return Response(status_code=499)
 
 
 async def _bug(http: Request, error: Exception) -> Response:
