@@ -139,7 +139,7 @@ class Policy:
     def state(self, key: str | None) -> None:
         """Names the environment's state for the next calls, until the next call of this method. None removes the name.
 
-        Example: policy.state(board). Algorithms with step-level credit (gigpo, gagpo) compare a group's replies in
+        Example: policy.state(board). Algorithms with step-level credit (gigpo) compare a group's replies in
         equal states. Without names, states are equal if the prompt tokens are equal.
         """
         if key is not None and not isinstance(key, str):

@@ -22,7 +22,7 @@ from benchmarks.shared.rows import append_row, read_rows
 
 ROWS = ROOT / "benchmarks" / "results" / "credit.jsonl"
 CONFIG = ROOT / "benchmarks" / "learning" / "doors" / "config.yaml"
-LOSSES = ("grpo", "gigpo", "gagpo", "ppo")
+LOSSES = ("grpo", "gigpo", "ppo")
 ROLLOUTS = 8 * 8  # of one step
 GOAL, WINDOW = 0.9, 3
 DEADLINE_S = 3600.0  # longest time for one run

@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art_cli.config.schema import GrpoConfig, LossConfig
-from art_cli.learners.algorithms.gagpo import GagpoConfig
 from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.samples import Credit, Row, observed_tokens
@@ -106,7 +105,7 @@ def test_without_echo_nothing_is_imitated_and_no_number_is_told() -> None:
 
 @in_float64
 def reference_gradient(
-    weights: Weights, groups: list[list[ScoredTrajectory]], loss: GrpoConfig | GigpoConfig | GagpoConfig
+    weights: Weights, groups: list[list[ScoredTrajectory]], loss: GrpoConfig | GigpoConfig
 ) -> dict[str, torch.Tensor]:
     """One sequence at a time: PPO's clip with each turn's value, and the cross entropy of each answer once."""
     terms, answers = [], []
@@ -165,7 +164,6 @@ def credited(
 LOSSES: dict[str, LossConfig] = {
     "grpo and echo": GrpoConfig(mean_over="trained", echo=0.3),
     "gigpo and echo": GigpoConfig(name="gigpo", mean_over="trained", echo=0.3, gamma=0.8),
-    "gagpo": GagpoConfig(name="gagpo", mean_over="trained", gamma=0.8),
 }
 
 

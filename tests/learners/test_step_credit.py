@@ -1,4 +1,4 @@
-"""Credit per step: a small group written by hand, its states, and both algorithms worked out on paper."""
+"""Credit per step: a small group written by hand, its states, and GiGPO worked out on paper."""
 
 import asyncio
 import math
@@ -13,17 +13,11 @@ from hypothesis import strategies as st
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import GrpoConfig, LossConfig
-from art_cli.learners.algorithms.credit import advantages
-from art_cli.learners.algorithms.gagpo import GagpoConfig
 from art_cli.learners.algorithms.gigpo import GigpoConfig
 from art_cli.learners.algorithms.presets import build_algorithm
 from art_cli.learners.algorithms.step_credit import (
-    Episode,
-    Step,
     count_shared,
     episodes_of,
-    grouped_gae,
-    normalized,
     states_of,
     step_advantages,
 )
@@ -92,36 +86,6 @@ def test_gigpo_divides_both_parts_by_their_own_deviation() -> None:
     assert (second, third) == pytest.approx((2 / 3 * 3**0.5, 2 / 3 * 3**0.5 + 1.0))
 
 
-# --- gagpo ------------------------------------------------------------------------------------------------------------
-
-
-def test_gagpo_spreads_changes_of_value_over_the_replies_before() -> None:
-    """gamma 1/2, lambda 1/2. V(A) = 1/12, V(B) = 1/2, V(C) = 0.
-
-    Attempt 0: deltas 1/2 V(B) - V(A) = 1/6, 1/2 V(B) - V(B) = -1/4, 1 - V(B) = 1/2; with gamma lambda = 1/4:
-    A_2 = 1/2, A_1 = -1/4 + 1/8 = -1/8, A_0 = 1/6 - 1/32 = 13/96.
-    Attempt 1: deltas -1/12 and 0. Attempt 2: deltas 1/6 and -1/2, so A_1 = -1/2, A_0 = 1/6 - 1/8 = 1/24.
-    """
-    episodes = episodes_of(GROUP, gamma=0.5)
-    first, second, third = grouped_gae(episodes, gamma=0.5, gae_lambda=0.5)
-    assert first == pytest.approx([13 / 96, -1 / 8, 1 / 2])
-    assert second == pytest.approx([-1 / 12, 0.0])
-    assert third == pytest.approx([1 / 24, -1 / 2])
-
-
-def test_gagpo_is_normalized_over_the_steps_of_the_group() -> None:
-    plain = [value for row in worth_of(GagpoConfig(name="gagpo", scale_advantages=False), GROUP) for value in row]
-    scaled = [value for row in worth_of(GagpoConfig(name="gagpo"), GROUP) for value in row]
-    assert scaled == pytest.approx([(value - np.mean(plain)) / np.std(plain, ddof=1) for value in plain])
-
-
-def test_where_no_state_is_shared_the_only_change_of_value_is_none() -> None:
-    """Each step's value is its own return, so every delta is 0, whatever the discount."""
-    alone = [played("AB", 1.0), played("CD", 0.0, index=1)]
-    worth = grouped_gae(episodes_of(alone, gamma=0.9), gamma=0.9, gae_lambda=0.5)
-    assert [value for row in worth for value in row] == pytest.approx([0.0] * 4)
-
-
 # --- which steps there are, and in which states -----------------------------------------------------------------------
 
 
@@ -159,18 +123,16 @@ def test_a_last_reply_that_was_never_seen_leaves_the_reward_to_the_one_before() 
     assert episode[0] is not None and (episode[0].reward, episode[0].returned, episode[1]) == (4.0, 4.0, None)
 
 
-@pytest.mark.parametrize("loss", [GigpoConfig(name="gigpo"), GagpoConfig(name="gagpo")])
-def test_an_attempt_without_turns_counts_in_the_mean_and_has_no_weights(loss: LossConfig) -> None:
+def test_an_attempt_without_turns_counts_in_the_mean_and_has_no_weights() -> None:
     silent = [*GROUP, scored([], 1.0, index=3)]
-    worth = worth_of(loss, silent)
+    worth = worth_of(GigpoConfig(name="gigpo"), silent)
     assert worth[3] == [] and all(math.isfinite(value) for row in worth for value in row)
 
 
-@pytest.mark.parametrize("loss", [GigpoConfig(name="gigpo"), GagpoConfig(name="gagpo")])
-def test_equal_rewards_say_nothing_though_some_attempts_were_shorter(loss: LossConfig) -> None:
+def test_equal_rewards_say_nothing_though_some_attempts_were_shorter() -> None:
     """Contract 4."""
     group = [played("ABB", 1.0), played("AB", 1.0, index=1)]
-    assert build_algorithm(loss, max_tokens=10).credit(group) == [0.0, 0.0]
+    assert build_algorithm(GigpoConfig(name="gigpo"), max_tokens=10).credit(group) == [0.0, 0.0]
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -205,45 +167,6 @@ def test_without_a_step_weight_gigpo_is_grpo(group: list[ScoredTrajectory]) -> N
         np.testing.assert_array_equal(ours, theirs)
 
 
-@given(groups, unit)
-def test_with_lambda_1_gagpo_is_the_return_minus_the_value(group: list[ScoredTrajectory], gamma: float) -> None:
-    """The values between telescope: A_t = R_t - V(s_t), which is GiGPO's step advantage without its deviation."""
-    episodes = episodes_of(group, gamma=gamma)
-    ours, theirs = grouped_gae(episodes, gamma=gamma, gae_lambda=1.0), step_advantages(episodes, scale=False)
-    for left, right in zip(ours, theirs, strict=True):
-        assert left == pytest.approx(right, abs=1e-6)
-
-
-@given(groups, unit, unit)
-def test_each_gae_is_the_weighted_sum_of_the_later_deltas(
-    group: list[ScoredTrajectory], gamma: float, trace: float
-) -> None:
-    """GAE, equation 16, written as the sum that the recursion stands for."""
-    episodes = episodes_of(group, gamma=gamma)
-    returns: dict[object, list[float]] = {}
-    for step in all_steps(episodes):
-        returns.setdefault(step.state, []).append(step.returned)
-    for episode, worth in zip(episodes, grouped_gae(episodes, gamma=gamma, gae_lambda=trace), strict=True):
-        steps = all_steps([episode])
-        value = [float(np.mean(returns[step.state])) for step in steps] + [0.0]
-        deltas = [step.reward + gamma * value[t + 1] - value[t] for t, step in enumerate(steps)]
-        for t in range(len(steps)):
-            expected = math.fsum((gamma * trace) ** (k - t) * deltas[k] for k in range(t, len(steps)))
-            assert worth[t] == pytest.approx(expected, abs=2e-8)  # what is below 1e-8 is rounding, and given as 0
-
-
-def all_steps(episodes: Sequence[Episode]) -> list[Step]:
-    return [step for episode in episodes for step in episode if step is not None]
-
-
-@given(groups)
-def test_normalized_values_keep_their_places(group: list[ScoredTrajectory]) -> None:
-    episodes = episodes_of(group, gamma=0.9)
-    worth = grouped_gae(episodes, gamma=0.9, gae_lambda=0.9)
-    expected = iter(advantages([value for row in worth for value in row], scale=True))
-    assert normalized(worth, episodes) == [[next(expected) for _ in row] for row in worth]
-
-
 @given(turn_trees(6))
 def test_states_are_the_prompts_of_whole_trees(turns: list[Turn]) -> None:
     states = states_of(scored(turns, 1.0))
@@ -271,12 +194,11 @@ async def rollout(policy, scenario):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["gigpo", "gagpo"])
-def test_a_run_compares_the_states_that_its_rollout_names(tmp_path: Path, loss: str) -> None:
+def test_a_run_compares_the_states_that_its_rollout_names(tmp_path: Path) -> None:
     """12 attempts of two replies in two states: all are shared. Between its replies each is told 20 and 21."""
     shutil.copytree(LETTERS, tmp_path / "project")
     (tmp_path / "project/rollout.py").write_text(ROLLOUT)
-    overrides = [f"runs={tmp_path}/runs", "eval=null", "train.steps=2", f"loss={loss}", "loss.echo=0.1"]
+    overrides = [f"runs={tmp_path}/runs", "eval=null", "train.steps=2", "loss=gigpo", "loss.echo=0.1"]
     loaded = load_config(tmp_path / "project/config.yaml", overrides)
     run_dir = RunDir(asyncio.run(train(loaded)).root)
     for metrics in (line.metrics for line in run_dir.metrics()):

@@ -44,7 +44,7 @@ from tests.support.servers.backend_server import serving, tiny_base
 LORA = LoraConfig(rank=4)
 # the SDK leaves the connections of its first request open
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-CLAIMED = ["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "maxrl", "reinforce++", "gdpo", "gigpo", "gagpo"]
+CLAIMED = ["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "maxrl", "reinforce++", "gdpo", "gigpo"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,7 +21,6 @@ from art_cli.runtime.plugins import resolve
 
 EXPERIMENTS = {  # name -> algorithm, imported on first use; its `section` has the options
     "gigpo": "art_cli.learners.algorithms.gigpo:Gigpo",
-    "gagpo": "art_cli.learners.algorithms.gagpo:Gagpo",
     "maxrl": "art_cli.learners.algorithms.maxrl:Maxrl",
     "reinforce++": "art_cli.learners.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
     "gdpo": "art_cli.learners.algorithms.gdpo:Gdpo",

@@ -11,18 +11,15 @@ Numbers in, numbers out. Per-turn lists follow the trajectory's turns.
 """
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from art_cli.learners.algorithms.credit import advantages, rewards_of
-from art_cli.learners.algorithms.ppo import turn_advantages
 from art_cli.learners.samples import Credit, Ints, turn_row
-from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
+from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, Turn
 
 State = str | bytes  # a rollout's key, or a prompt digest
 
@@ -56,38 +53,6 @@ def step_advantages(episodes: Sequence[Episode], *, scale: bool) -> list[list[fl
         for (row, column, _), value in zip(found, advantages(returns, scale=scale), strict=True):
             worth[row][column] = value
     return worth
-
-
-def grouped_gae(episodes: Sequence[Episode], *, gamma: float, gae_lambda: float) -> list[list[float]]:
-    """Returns [G][turns] generalized advantage estimates over steps, with the group's mean returns as values.
-
-        V(s)    = mean return over the group's steps in state s
-        delta_t = r_t + gamma V(s_t+1) - V(s_t), where V is 0 after the last step
-        A_t     = delta_t + gamma lambda A_t+1
-
-    GAGPO, Zhu et al. 2026 (arXiv:2605.13217), as described in summaries of the paper; the paper's equations were not
-    available. The recursion is `turn_advantages` (ppo.py). If the group has no other steps in the states from t on,
-    their values equal the trajectory's returns and A_t is 0; values up to 1e-8 are treated as rounding. Turns that are
-    not steps give 0.
-    """
-    values = {
-        state: math.fsum(step.returned for _, _, step in found) / len(found)
-        for state, found in _steps_by_state(episodes).items()
-    }
-    worth = []
-    for episode in episodes:
-        of_turns = [math.nan if step is None else values[step.state] for step in episode]
-        reward = math.fsum(step.reward for step in episode if step is not None)
-        found = turn_advantages(of_turns, reward, gamma=gamma, gae_lambda=gae_lambda)
-        worth.append([value if abs(value) > EQUAL_REWARDS else 0.0 for value in found])  # NaN also becomes 0
-    return worth
-
-
-def normalized(worth: Sequence[Sequence[float]], episodes: Sequence[Episode]) -> list[list[float]]:
-    """Normalizes step values to mean 0 and standard deviation 1 over the group."""
-    pairs = zip(chain.from_iterable(worth), chain.from_iterable(episodes), strict=True)
-    flat = iter(advantages([value for value, step in pairs if step is not None], scale=True))
-    return [[0.0 if step is None else next(flat) for step in episode] for episode in episodes]
 
 
 def turn_credit(trajectory: Trajectory, worth: Sequence[float]) -> Credit:
