@@ -121,7 +121,7 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "model.dtype", f"{ONLY_BFLOAT16}; set it to auto, or engine=embedded"
         if config.engine.sleep == 2:
             yield "engine.sleep", "in 4 bits vLLM cannot load the weights again when it wakes; set it to 1 or auto"
-    yield from _update_conflicts(config, section)
+    yield from _update_conflicts(config)
 
 
 def _algorithm_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
@@ -165,10 +165,7 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.shuffle", "used with rollout.choose 'epochs' only, which is 'adaptive'; leave one of them out"
 
 
-def _update_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
-    if config.learns_by.kl_cov is not None and config.train.updates_per_step * config.train.epochs_per_step == 1:
-        cure = "no token has moved yet where a step has one optimizer step"
-        yield f"{section}.kl_cov", f"used with train.updates_per_step or train.epochs_per_step above 1 only: {cure}"
+def _update_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.train.updates_per_step > config.rollout.groups_per_step:
         groups = config.rollout.groups_per_step
         yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
@@ -318,7 +315,6 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
         "kl": (loss.kl > 0, "needs the reference policy's logprobs in the loss; 0, with train.learning_rate lower"),
         "off_policy": (loss.off_policy is not None, "weighs tokens by logprobs of two policies; null, or loss=cispo"),
         "entropy_floor": (loss.entropy_floor is not None, "needs the policy's entropy; null, or loss=dapo"),
-        "kl_cov": (loss.kl_cov is not None, "needs a KL in the loss; null, or clip_cov"),
     }
     for knob, (is_set, why) in unsayable.items():
         if is_set:

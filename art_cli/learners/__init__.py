@@ -69,8 +69,6 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     teacher_kl: float = float("nan")  # log student - log teacher, mean over sampled tokens: KL(student || teacher)
     taught_share: float = float("nan")  # share of finished trajectories that the teacher scored
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed
-    # KL(before the step || now) by k3 over tokens selected by loss.kl_cov, mean over updates; NaN without such tokens
-    kl_cov: float = float("nan")
     entropy: float = float("nan")
     entropy_coefficient: float = float("nan")  # reward per nat of entropy in this step; NaN: no loss.entropy_floor
     clip_fraction: float = float("nan")

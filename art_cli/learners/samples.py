@@ -43,7 +43,7 @@ Weights = float | Sequence[Sequence[float] | Floats]
 
 
 class Row(IntEnum):
-    """Row indexes for a weights array [6, N]. Each entry is a token's number, NaN where the token is not in the row.
+    """Row indexes for a weights array [5, N]. Each entry is a token's number, NaN where the token is not in the row.
 
     The first four rows are the loss components, each normalized by separate counts.
     """
@@ -53,14 +53,13 @@ class Row(IntEnum):
     REFERENCE_KL = 2  # factor for KL(policy || reference)
     VALUE = 3  # target for the critic's value
     OLD_VALUE = 4  # the critic's value before the step, for tokens in VALUE
-    NEAR_OLD = 5  # factor for KL(old || new), for POLICY tokens selected by loss.kl_cov
 
 
 COMPONENTS = (Row.POLICY, Row.CROSS_ENTROPY, Row.REFERENCE_KL, Row.VALUE)
 
 
 def mask_of(weights: Floats, row: Row) -> Mask:
-    """Returns [N] whether each token is in this row of [6, N] weights. A weight of 0 counts; NaN does not."""
+    """Returns [N] whether each token is in this row of [5, N] weights. A weight of 0 counts; NaN does not."""
     mask: Mask = ~np.isnan(weights[row])
     return mask
 
@@ -83,7 +82,7 @@ class Credit(NamedTuple):
 
 
 def token_weights(trajectory: Trajectory, credit: Credit | float) -> Floats:
-    """Returns [6, M] the weight of every token in each component, NaN where absent. A number is a policy weight.
+    """Returns [5, M] the weight of every token in each component, NaN where absent. A number is a policy weight.
 
     Raises LearnerError if the number of weights is wrong, a weight is infinite, or a prompt token has a policy weight.
     """
@@ -176,7 +175,7 @@ class Sample:
     logprobs: Floats
     raw_logprobs: Floats  # [N] engine logprobs under softmax(logits); NaN: not reported
     temperatures: Floats  # [N] divisors for the logits
-    weights: Floats  # [6, N] by Row; NaN: the token is not in the row
+    weights: Floats  # [5, N] by Row; NaN: the token is not in the row
     trajectory_id: str
     turn: int  # the leaf's turn index
 
@@ -194,7 +193,7 @@ class Sample:
 def trajectory_samples(trajectory: Trajectory, weights: Floats) -> list[Sample]:
     """Returns the trajectory's samples. Every weighted token is trained once, in the earliest leaf that contains it.
 
-    `weights` [6, M] come from `token_weights`. Returns [] for a trajectory without turns or weights. A sequence's
+    `weights` [5, M] come from `token_weights`. Returns [] for a trajectory without turns or weights. A sequence's
     initial token is never trained, because nothing predicts it. Raises LearnerError if a sampled token has no logprob,
     a non-finite one, or one above 0.
     """

@@ -34,6 +34,8 @@ OPEN = ("model.dtype", "train.learning_rate", "train.max_kl", "loss.baseline")
 # a run keeps its values when the defaults change
 KEPT = ("train.max_kl", "loss.scale_advantages", "loss.baseline", "rollout.group_size", "rollout.groups_per_step")
 OLDER = {"loss.baseline": "group"}  # values of runs whose record lacks the key
+# keys that `loss` and `algorithm` had in older versions -> their defaults, which changed nothing
+GONE = {"clip_cov": None, "kl_cov": None, "kl_cov_weight": 1.0}
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
 
@@ -181,7 +183,7 @@ class Record(NamedTuple):
 def read_record(run: RunDir) -> Record:
     """Returns the run's record. Raises RunError if config.json is damaged.
 
-    Keys missing in an older version's record get their defaults.
+    Keys missing in an older version's record get their defaults; its keys without effect that are gone are left out.
     """
     try:
         record = read_object(run.config_path, within=run.root)
@@ -194,6 +196,9 @@ def read_record(run: RunDir) -> Record:
     rollouts = record.pop("rollouts", None)
     if isinstance(train := record.get("train", {}), dict):
         record["train"] = train | {"learning_rate": _rate(record)}
+    for key in ("loss", "algorithm"):
+        if isinstance(section := record.get(key), dict):
+            record[key] = {name: value for name, value in section.items() if GONE.get(name, ...) != value}
     with contextlib.suppress(ValidationError):  # invalid values show up as differences
         record = RunConfig.model_validate(record).model_dump(mode="json")
     return Record(record, changes, rollouts if isinstance(rollouts, dict) else {})

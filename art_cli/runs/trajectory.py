@@ -272,8 +272,7 @@ class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     importance: list[PerToken] | None = None  # weights from loss.off_policy; None: off
     loss: float = 0.0  # contribution of these tokens to their optimizer step's loss
     # Number of sampled tokens that do not affect the policy, by reason. off_policy: dropped by loss.off_policy;
-    # clip_cov: loss.clip_cov zeroed the advantage; abandoned: the rollout never saw them; no_advantage: no advantage
-    # from the algorithm.
+    # abandoned: the rollout never saw them; no_advantage: no advantage from the algorithm.
     masked: dict[str, int] = {}
     # Reason why no token was trained; None if trained. no_tokens: nothing was sampled; no_signal: equal rewards in the
     # group; unreliable: the rewards may be judge errors; algorithm: dropped by the algorithm; max_kl: train.max_kl

@@ -454,19 +454,6 @@ def test_a_knob_of_another_variant_is_told_in_a_section_within_a_section_too() -
         ),
         ("loss: {name: ppo, entropy_step: 0.1}\n", "config.yaml:4: loss.entropy_step: used with entropy_floor only"),
         (
-            "loss: {kl_cov: 0.01}\ntrain: {updates_per_step: 1, epochs_per_step: 1}\n",
-            "config.yaml:4: loss.kl_cov: used with train.updates_per_step or",
-        ),
-        ("loss: {kl_cov_weight: 2}\n", "config.yaml:4: loss.kl_cov_weight: used with kl_cov only"),
-        (
-            "loss: {kl_cov: 0.01, clip_cov: 0.01}\ntrain: {epochs_per_step: 2}\n",
-            "config.yaml:4: loss.kl_cov: holds back the tokens whose gradient clip_cov takes away",
-        ),
-        (
-            "loss: {name: gspo, clip_cov: 0.01}\n",
-            "config.yaml:4: loss.clip_cov: leaves single tokens out, and here the ratio of a whole sample",
-        ),
-        (
             "loss: {name: rloo, off_policy: {name: icepop}}\n",
             "config.yaml:4: loss.off_policy: leaves single tokens out, and here the ratio of a whole sample",
         ),

@@ -124,14 +124,6 @@ def test_what_is_masked_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert [lines[each.id].left_out for each in group] == [None, None, "no_tokens", "failed"]
 
 
-def test_tokens_that_clip_cov_takes_the_gradient_of_are_counted(tmp_path: Path) -> None:
-    groups = [two_answers(WEIGHTS), two_answers(WEIGHTS, group="h")]
-    lines = learned(learner(WEIGHTS, GrpoConfig(clip_cov=0.2)), groups, tmp_path / "learned.jsonl")
-    assert sum(line.masked.get("clip_cov", 0) for line in lines.values()) == 2  # 0.2 of 12 tokens, rounded down
-    zeros = [at(line.advantages, 0, k) == 0 for line in lines.values() for k in range(3)]
-    assert sum(zeros) == 2
-
-
 def test_a_step_trains_the_same_bytes_with_the_record_and_without() -> None:
     def trained(weights: Weights, **knobs: object) -> list[bytes]:
         groups = [two_answers(weights), two_answers(weights, good=0.3, group="h")]

@@ -155,11 +155,10 @@ def components(
     policy: list[float],
     cross_entropy: list[float] | None = None,
     reference_kl: list[float] | None = None,
-    near_old: list[float] | None = None,
 ) -> Tensor:
-    """[6, N] weights; None: no term is in that component, and none is in `value`."""
+    """[5, N] weights; None: no term is in that component, and none is in `value`."""
     nothing = [math.nan] * len(policy)
-    rows = [policy, cross_entropy or nothing, reference_kl or nothing, nothing, nothing, near_old or nothing]
+    rows = [policy, cross_entropy or nothing, reference_kl or nothing, nothing, nothing]
     return torch.tensor(rows)
 
 
@@ -179,28 +178,6 @@ def test_a_pack_loss_is_objective_times_importance_plus_kl_times_share() -> None
     )
     result = pack_loss(build_algorithm(GrpoConfig(), max_tokens=1), terms)
     assert float(result.loss) == pytest.approx((-0.5 + 0.1 * (1 - math.log(2))) / 4)
-
-
-def test_terms_held_near_their_old_probability_are_punished_for_having_moved() -> None:
-    """Ratio r = 2, A 1, clipped at 1.2: objective -1.2, without gradient. Importance 0.5, weight 3, share 1/4.
-
-    The first term: (-1.2 + 3 (r - 1 - log r)) 0.5 / 4 = (-1.2 + 3 (1 - log 2)) / 8, gradient 3 (r - 1) / 8. The second
-    one is not held, the third has not moved: r = 1, no penalty, and the gradient is that of the objective, -1 / 8.
-    """
-    new = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
-    terms = LossTerms(
-        new=new,
-        old=torch.tensor([-1.0 - math.log(2), -1.0 - math.log(2), -2.0]),
-        samples=torch.zeros(3, dtype=torch.int64),
-        weights=components([1.0, 1.0, 1.0], near_old=[3.0, math.nan, 3.0]),
-        shares=torch.full((4, 3), 0.25),
-        importance=torch.full((3,), 0.5),
-    )
-    result = pack_loss(build_algorithm(GrpoConfig(), max_tokens=1), terms)
-    assert result.parts.tolist() == pytest.approx([(-1.2 + 3 * (1 - math.log(2))) / 8, -1.2 / 8, -1 / 8])
-    assert result.old_kl is not None and result.old_kl.tolist() == pytest.approx([1 - math.log(2), 0])
-    result.loss.backward()  # type: ignore[no-untyped-call]
-    assert new.grad is not None and new.grad.tolist() == pytest.approx([3 / 8, 0, -1 / 8])
 
 
 def test_entropy_is_rewarded_in_the_components_mean() -> None:

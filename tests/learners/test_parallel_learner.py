@@ -196,8 +196,8 @@ CASES: dict[str, dict[str, object]] = {
     "trees": {},
     "rows": {"packing": "rows"},
     "one pack in each process": {"micro_batch_tokens": 10_000},
-    "kl, kl_cov, importance, three updates": {
-        "loss": GrpoConfig(kl=0.1, kl_cov=0.2, off_policy={"name": "icepop", "low": 0.9, "high": 1.5}),
+    "kl, importance, three updates": {
+        "loss": GrpoConfig(kl=0.1, off_policy={"name": "icepop", "low": 0.9, "high": 1.5}),
         "updates_per_step": 3,
         "micro_batch_tokens": 100,
     },

@@ -240,7 +240,6 @@ REFUSED = {
     "loss.kl=0.1": "loss.kl: cannot be expressed",
     "loss.off_policy={name: truncate}": "loss.off_policy: cannot be expressed",
     "loss.entropy_floor=0.1": "loss.entropy_floor: cannot be expressed",
-    "loss.kl_cov=0.01": "loss.kl_cov: cannot be expressed",
     "loss=ppo": "needs more of the model",
     "train.max_kl=0.1": "train.max_kl: draws weights back",
     "model.quantize=4bit": "leaves the base model to the server",

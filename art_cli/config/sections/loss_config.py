@@ -8,7 +8,6 @@ from pydantic import Field, JsonValue, model_validator
 
 from art_cli.config.sections.base_config import (
     Count,
-    Float,
     ImportedVariants,
     NonNegative,
     PositiveFloat,
@@ -120,14 +119,6 @@ class BaseLossConfig(Section):
     off."""
     entropy_step: PositiveFloat = 0.005
     """The coefficient's change per step."""
-    clip_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of an optimizer step's sampled tokens without gradient: tokens that lower entropy most, with logprob
-    and advantage far above the mean (Clip-Cov, arXiv:2505.22617). null: none."""
-    kl_cov: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    """The share of sampled tokens, chosen as for `clip_cov`, that a KL penalty holds near their probability before the
-    step (KL-Cov, arXiv:2505.22617: 0.0002 to 0.002). null: none."""
-    kl_cov_weight: PositiveFloat = 1.0
-    """The weight of these tokens' KL(before the step || now), estimated by k3."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -149,10 +140,6 @@ class BaseLossConfig(Section):
         """Yields (knob, message) for settings that have no effect."""
         if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
             yield "entropy_step", "used with entropy_floor only"
-        if "kl_cov_weight" in self.model_fields_set and self.kl_cov is None:
-            yield "kl_cov_weight", "used with kl_cov only"
-        if self.kl_cov is not None and self.clip_cov is not None:
-            yield "kl_cov", "holds back the tokens whose gradient clip_cov takes away; set one of the two"
 
 
 class PresetConfig(BaseLossConfig):
@@ -225,8 +212,6 @@ class DapoConfig(ScaledLossConfig):
 
 def _of_tokens(config: BaseLossConfig) -> Iterator[tuple[str, str]]:
     """Yields settings that mask tokens, for losses with one ratio per sample."""
-    if config.clip_cov is not None:
-        yield "clip_cov", "leaves single tokens out, and here the ratio of a whole sample moves them all; try kl_cov"
     if isinstance(config.off_policy, IcepopConfig | DppoConfig):
         why = "leaves single tokens out, and here the ratio of a whole sample moves them all"
         yield "off_policy", f"{why}; try truncate"

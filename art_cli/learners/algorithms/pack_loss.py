@@ -20,7 +20,7 @@ class LossTerms(NamedTuple):
     new: Tensor  # [N] logprobs under the current weights; carries the gradient
     old: Tensor  # [N] logprobs under the sampling weights
     samples: Tensor  # [N] int64: index of the term's sample in the pack
-    weights: Tensor  # [6, N] by Row; NaN: the term is not in the row
+    weights: Tensor  # [5, N] by Row; NaN: the term is not in the row
     shares: Tensor  # [4, N] the terms' factors in the components' means
     importance: Tensor | None = None  # [N] objective weights (off_policy.py); 0 drops the term
     reference: Tensor | None = None  # [N] logprobs under the reference policy, if any term is in reference_kl
@@ -39,7 +39,6 @@ class PackLoss(NamedTuple):
     is_clipped: Tensor | None  # one per policy term, if the objective clips
     kl: Tensor | None  # k3 per reference_kl term, detached
     value_errors: Tensor | None = None  # value error per value term, detached, with a critic
-    old_kl: Tensor | None = None  # k3 per near_old term, detached
 
 
 def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
@@ -56,7 +55,6 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
     """
     policy, imitated, near, valued = map(terms.terms_in, COMPONENTS)
     parts, is_clipped, divergence, errors = torch.zeros_like(terms.new), None, None, None
-    old_kl: Tensor | None = None
     if len(policy):
         objective = algorithm.objective(
             PolicyTerms(terms.new[policy], terms.old[policy], terms.weights[Row.POLICY, policy], terms.samples[policy])
@@ -64,12 +62,6 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         values = objective.values if terms.importance is None else objective.values * terms.importance[policy]
         parts = parts.index_add(0, policy, values * terms.shares[Row.POLICY, policy])
         is_clipped = objective.is_clipped
-    held = terms.terms_in(Row.NEAR_OLD)
-    if len(held):
-        old_kl = k3(terms.old[held], terms.new[held])  # KL(old || new): the old policy sampled the tokens
-        factors = terms.weights[Row.NEAR_OLD, held] * terms.shares[Row.POLICY, held]
-        factors = factors if terms.importance is None else factors * terms.importance[held]
-        parts = parts.index_add(0, held, old_kl * factors)
     if terms.entropies is not None:
         parts = parts.index_add(
             0, policy, -terms.entropy_bonus * terms.entropies[policy] * terms.shares[Row.POLICY, policy]
@@ -85,9 +77,7 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         parts = parts.index_add(0, valued, errors * terms.shares[Row.VALUE, valued])
     factors = terms.weights[Row.CROSS_ENTROPY, imitated] * terms.shares[Row.CROSS_ENTROPY, imitated]
     parts = parts.index_add(0, imitated, -terms.new[imitated] * factors)
-    return PackLoss(
-        parts.sum(), parts.detach(), is_clipped, _detached(divergence), _detached(errors), _detached(old_kl)
-    )
+    return PackLoss(parts.sum(), parts.detach(), is_clipped, _detached(divergence), _detached(errors))
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:

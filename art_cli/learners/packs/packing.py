@@ -57,7 +57,7 @@ class Terms(NamedTuple):
 
     edges: Ints  # [N] index of the term's edge
     samples: Ints  # [N] index of the term's sample in the pack
-    weights: Floats  # [6, N] by Row (../samples.py); NaN: the term is not in the row
+    weights: Floats  # [5, N] by Row (../samples.py); NaN: the term is not in the row
     logprobs: Floats  # [N] engine logprobs; NaN: truncated sampling, or not sampled
     raw_logprobs: Floats  # [N] engine logprobs under softmax(logits); NaN: not reported
 

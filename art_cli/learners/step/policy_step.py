@@ -88,7 +88,7 @@ def take_step(
     """
     begin, rate = time.perf_counter(), float("nan")
     record = StepRecord() if train.record_learned else None
-    plan = plan_step(groups, algorithm, loss=loss, train=train, record=record)
+    plan = plan_step(groups, algorithm, loss=loss, train=train)
     statistics = StepStatistics(_replayed(groups))
     if plan.parts:
         with gradients.taking(plan) as rate:

@@ -1,13 +1,10 @@
 """Converts scored groups to samples with an algorithm's credit, and computes reward statistics. Numpy only.
 
-PlannedStep divides a policy step's samples into optimizer steps. Clip-Cov and KL-Cov restrain the tokens that would
-reduce the policy's entropy most. Cui et al. 2025 (arXiv:2505.22617), section 4, show that entropy falls by about the
-covariance of log p and advantage.
+PlannedStep divides a policy step's samples into optimizer steps.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +18,6 @@ from art_cli.learners.algorithms.step_credit import count_shared
 from art_cli.learners.samples import (
     COMPONENTS,
     Credit,
-    Mask,
     Row,
     Sample,
     count_sampled,
@@ -30,57 +26,9 @@ from art_cli.learners.samples import (
     token_weights,
     trajectory_samples,
 )
-from art_cli.learners.step.training_record import StepRecord
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 from art_cli.runtime.errors import LearnerError
-
-
-def without_covariant(samples: Sequence[Sample], share: float) -> list[Sample]:
-    """Returns an optimizer step's samples with advantage 0 for covariant tokens, which still count in the mean.
-
-    Clip-Cov, section 4.2, drops the gradient for tokens with a high covariance. The paper draws these tokens randomly
-    between two bounds; here the tokens with the largest covariance are chosen, as in KL-Cov.
-    """
-    return _with_row(samples, covariant(samples, share), Row.POLICY, 0.0)
-
-
-def near_covariant(samples: Sequence[Sample], share: float, weight: float) -> list[Sample]:
-    """Returns an optimizer step's samples with `weight` * KL(old || new) added to the loss of covariant tokens.
-
-    KL-Cov, section 4.2, with three differences from the released code. The KL is estimated by k3, whose gradient r - 1
-    vanishes smoothly for unchanged probabilities; the code uses |log r|, whose gradient there is the sign of rounding
-    noise. The loss keeps its clip, which the code omits. And log p is the engine's, not the current logprob.
-    """
-    return _with_row(samples, covariant(samples, share), Row.NEAR_OLD, weight)
-
-
-def covariant(samples: Sequence[Sample], share: float) -> list[Mask]:
-    """Returns [N] masks selecting this share of the optimizer step's tokens (rounded down).
-
-    The chosen tokens have the largest positive (log p - mean log p) * (A - mean A), with means over the step's policy
-    tokens. log p is the engine's, so the choice precedes any forward pass and is the same for every packing. Tokens
-    without an engine logprob are not chosen.
-    """
-    logprobs = np.concatenate([np.where(np.isnan(s.logprobs), s.raw_logprobs, s.logprobs) for s in samples])
-    advantages = np.concatenate([sample.advantages for sample in samples])
-    is_chosen = np.zeros(len(logprobs), dtype=bool)
-    known = np.flatnonzero(~np.isnan(logprobs) & ~np.isnan(advantages))
-    if count := int(share * len(known)):
-        covariances = (logprobs[known] - logprobs[known].mean()) * (advantages[known] - advantages[known].mean())
-        largest = np.argsort(-covariances, kind="stable")[:count]
-        is_chosen[known[largest[covariances[largest] > 0]]] = True
-    return np.split(is_chosen, np.cumsum([len(sample.targets) for sample in samples])[:-1])
-
-
-def _with_row(samples: Sequence[Sample], chosen: Sequence[Mask], row: Row, value: float) -> list[Sample]:
-    """Returns the samples with `value` in this weights row for the chosen tokens."""
-    changed = []
-    for sample, is_chosen in zip(samples, chosen, strict=True):
-        weights = sample.weights.copy()
-        weights[row, is_chosen] = value
-        changed.append(replace(sample, weights=weights) if is_chosen.any() else sample)
-    return changed
 
 
 class StepSamples(NamedTuple):
@@ -247,18 +195,9 @@ def plan_step(
     *,
     loss: LossConfig | AlgorithmConfig,
     train: TrainConfig,
-    record: StepRecord | None = None,
 ) -> PlannedStep:
-    """Plans a policy step on these groups. `record` notes the masked tokens."""
+    """Plans a policy step on these groups."""
     batch = make_step_samples(groups, algorithm, kl=loss.kl, echo=loss.echo)
     parts = split_by_update(batch.groups, train.updates_per_step)
-    if loss.clip_cov is not None:
-        clipped = [without_covariant(part, loss.clip_cov) for part in parts]
-        if record is not None:
-            for before, after in zip(parts, clipped, strict=True):
-                record.note_zeroed("clip_cov", before, after)
-        parts = clipped
-    if loss.kl_cov is not None:
-        parts = [near_covariant(part, loss.kl_cov, loss.kl_cov_weight) for part in parts]
     # a step with few signal groups takes fewer updates, each as large as if all groups had signal
     return PlannedStep(batch, parts, batch.finished.divided(max(1, min(train.updates_per_step, batch.num_groups))))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # fields of StepStatistics that are added up, and fields that are averaged, under their StepMetrics names
 COUNTS = ("num_samples", "tokens_trained", "tokens_imitated", "tokens_flat", "tokens_computed")
 MEANS = (
-    *("cross_entropy", "kl", "kl_cov", "entropy", "clip_fraction", "logprob_change", "off_policy_masked"),
+    *("cross_entropy", "kl", "entropy", "clip_fraction", "logprob_change", "off_policy_masked"),
     *("logprob_gap", "value_loss"),
 )
 
@@ -70,7 +70,6 @@ class StepStatistics(msgspec.Struct):
     update_share: float = math.nan  # share of the last optimizer step that was kept; NaN: not measured
     cross_entropy: _Mean = msgspec.field(default_factory=_Mean)
     kl: _Mean = msgspec.field(default_factory=_Mean)
-    kl_cov: _Mean = msgspec.field(default_factory=_Mean)
     entropy: _Mean = msgspec.field(default_factory=_Mean)
     clip_fraction: _Mean = msgspec.field(default_factory=_Mean)
     logprob_change: _Mean = msgspec.field(default_factory=_Mean)
@@ -127,8 +126,6 @@ class StepStatistics(msgspec.Struct):
             self.off_policy_masked.add(importance[torch.from_numpy(in_policy).to(importance.device)] == 0)
         if loss.kl is not None:
             self.kl.add(loss.kl)
-        if loss.old_kl is not None:
-            self.kl_cov.add(loss.old_kl)
         if loss.value_errors is not None:
             self.value_loss.add(loss.value_errors)
 

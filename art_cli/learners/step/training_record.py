@@ -5,7 +5,6 @@ float32, as in the loss, written with the fewest digits that restore the same va
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,7 +37,6 @@ class StepRecord(msgspec.Struct):
     """Collects one step's numbers. Each learner process has a record for its packs."""
 
     pieces: dict[str, list[_Piece]] = {}  # trajectory id -> pieces, one per sample
-    masked: dict[str, dict[str, int]] = {}  # trajectory id -> tokens masked before packing, by reason
     is_stopped: bool = False  # whether train.max_kl ended the step before some attempts were trained
 
     def add(self, pack: "Pack", terms: "LossTerms", loss: "PackLoss", *, update: int) -> None:
@@ -65,18 +63,11 @@ class StepRecord(msgspec.Struct):
         piece = _Piece(sample.indexes, sample.advantages, logprobs.astype(np.float32), None, None, loss, update)
         self.pieces.setdefault(sample.trajectory_id, []).append(piece)
 
-    def note_zeroed(self, reason: str, before: Sequence[Sample], after: Sequence[Sample]) -> None:
-        """Counts tokens whose advantage was set to 0 for this reason."""
-        for old, new in zip(before, after, strict=True):
-            if num := int(np.count_nonzero((old.advantages != new.advantages) & (new.advantages == 0))):
-                masked = self.masked.setdefault(old.trajectory_id, {})
-                masked[reason] = masked.get(reason, 0) + num
-
     @classmethod
     def total(cls, parts: Sequence["StepRecord"]) -> "StepRecord":
-        """Combines the records of all processes, which masked the same tokens before dividing the packs."""
+        """Combines the records of all processes."""
         total = cls()
-        total.masked, total.is_stopped = parts[0].masked, parts[0].is_stopped
+        total.is_stopped = parts[0].is_stopped
         for part in parts:
             for name, pieces in part.pieces.items():
                 total.pieces.setdefault(name, []).extend(pieces)
@@ -116,7 +107,7 @@ class StepRecord(msgspec.Struct):
 
     def _masked_tokens(self, trajectory: Trajectory, advantages: Floats, pieces: Sequence[_Piece]) -> dict[str, int]:
         """Counts the sampled tokens that do not move the policy, by reason."""
-        masked = Counter(self.masked.get(trajectory.id, {}))
+        masked: dict[str, int] = {}
         is_silent = np.isnan(advantages) & sampled_mask(trajectory)
         is_abandoned = np.repeat([turn.is_abandoned for turn in trajectory.turns], turn_sizes(trajectory))
         masked["abandoned"] = int(np.count_nonzero(is_silent & is_abandoned))
