@@ -97,8 +97,6 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             message = "corrects advantages, and a shadow judge is not trained on; leave it out"
             yield f"shadow.{shadow_name}.judge.noise", message
     yield from _cluster_conflicts(config)
-    if config.rollout.replay is not None:
-        yield from _replay_conflicts(config, section)
     if config.train.max_staleness > 0:
         yield from _stale_conflicts(config, section)
     if isinstance(config.learner, schema.BaseLearnerConfig):
@@ -219,8 +217,7 @@ def _judge_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.refill", f"replaces groups of equal rewards, and {why}; set it to 0"
     if not config.learns_by.needs_rewards:
         rollout = config.rollout
-        is_adaptive = rollout.choose == "adaptive"
-        chosen = {"refill": rollout.refill > 0, "choose": is_adaptive, "replay": rollout.replay is not None}
+        chosen = {"refill": rollout.refill > 0, "choose": rollout.choose == "adaptive"}
         for knob in (knob for knob, is_set in chosen.items() if is_set):
             yield f"rollout.{knob}", "goes by rewards, and this loss learns from none; leave it out"
     teacher = config.loss.teacher if isinstance(config.loss, schema.DistillConfig) else None
@@ -259,19 +256,6 @@ def _stale_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str
         yield "train.max_staleness", f"tokens of an older policy need weights: {cure}"
     if isinstance(config.engine, schema.VllmEngineConfig) and config.engine.sleep in (1, 2):
         yield "engine.sleep", "with train.max_staleness the engine samples while the learner works; set it to 0"
-
-
-def _replay_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
-    if config.learns_by.off_policy is None:
-        cure = f"set {section}.off_policy.name (truncate is usual)"
-        yield "rollout.replay", f"tokens of older policies need weights: {cure}"
-    if config.rollout.num_replays == 0:
-        yield "rollout.replay", "with rollout.groups_per_step=1 there is no room for another group; set it to 2 or more"
-    elif 0 < config.rollout.groups_per_step <= len(config.rollout.sources):
-        yield "rollout.replay", "each source has one group a step, which leaves no room; raise rollout.groups_per_step"
-    if config.rollout.replay is not None and config.rollout.replay.max_age <= config.train.max_staleness:
-        stale = config.train.max_staleness
-        yield "rollout.replay.max_age", f"above train.max_staleness ({stale}): younger steps may not be done yet"
 
 
 def _node_conflicts(learner: schema.BaseLearnerConfig) -> Iterator[tuple[str, str]]:
@@ -342,7 +326,6 @@ def keys_of_weights(config: RunConfig) -> list[str]:
         "sft": config.sft is not None,
         "model.lora": "lora" in config.model.model_fields_set and config.model.lora is not None,
         "model.quantize": config.model.quantize is not None,
-        "rollout.replay": config.rollout.replay is not None,
         "rollout.refill": config.rollout.refill > 0,
         "judge.noise": not isinstance(config.judge, schema.NoJudgeConfig) and config.judge.noise is not None,
     }
@@ -351,11 +334,8 @@ def keys_of_weights(config: RunConfig) -> list[str]:
 
 
 def _critic_conflicts(config: RunConfig, loss: schema.PpoConfig) -> Iterator[tuple[str, str]]:
-    if config.rollout.group_size == 1:
-        if config.rollout.replay is not None:
-            yield "rollout.replay", "replays groups whose rewards differ, and rollout.group_size is 1; leave it out"
-        if config.rollout.choose == "adaptive":
-            yield "rollout.choose", "'adaptive' goes by rewards that differ in a group, and rollout.group_size is 1"
+    if config.rollout.group_size == 1 and config.rollout.choose == "adaptive":
+        yield "rollout.choose", "'adaptive' goes by rewards that differ in a group, and rollout.group_size is 1"
     is_set = "value_clip" in loss.model_fields_set and loss.value_clip is not None
     if is_set and config.train.updates_per_step * config.train.epochs_per_step == 1:
         where = "used with train.updates_per_step or train.epochs_per_step above 1 only"

@@ -87,7 +87,6 @@ NEEDS: dict[str, Need] = {
     ),
     "num_refilled": ("rollout.refill", lambda config: config.rollout.num_spare > 0),
     "rollouts_at_once": ("rollout.concurrency=auto", lambda config: config.rollout.concurrency == "auto"),
-    "num_replayed": ("rollout.replay", lambda config: config.rollout.replay is not None),
 }
 
 

@@ -4,7 +4,7 @@
 
 A batch begins once it is allowed and the previous batch has started all its rollouts. Its early groups then fill the
 slots that the previous batch's slow rollouts leave free. The loop never allows a step more than `train.max_staleness`
-ahead of the sampling policy. Attempts of batches that nobody took stay on disk and are not replayed.
+ahead of the sampling policy. Attempts of batches that nobody took stay on disk and are not played again.
 
 A step plays its groups in waves, because groups without signal are refilled (DAPO, section 3.2):
 
@@ -15,7 +15,6 @@ Waves follow from the step's files alone, so a run killed in the middle of a wav
 """
 
 import asyncio
-import itertools
 import logging
 import math
 import re
@@ -125,9 +124,7 @@ class StepGroups:
             if source:
                 numbers |= _source_numbers(its, source)
         if self._config.num_spare:
-            numbers["num_refilled"] = len(self._begun) - self._num_own
-        if self._config.num_spare or self._config.replay is not None:
-            numbers |= _reward_numbers(groups)
+            numbers |= {"num_refilled": len(self._begun) - self._num_own} | _reward_numbers(groups)
         return numbers
 
 
@@ -182,7 +179,7 @@ def _reward_numbers(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, f
 
 
 class Batch(NamedTuple):
-    """A step's training data: scored groups in planned order, then replayed groups; and its metrics so far."""
+    """A step's training data: scored groups in planned order, and its metrics so far."""
 
     groups: list[list[ScoredTrajectory]]
     metrics: dict[str, float]
@@ -192,7 +189,6 @@ class _PlayedStep(NamedTuple):
     step: int
     groups: StepGroups
     scorer: GroupScorer
-    replayed: list[list[ScoredTrajectory]]  # groups of earlier steps
     played_now: list[Trajectory]  # without earlier starts, whose seconds are unknown
     sample_s: float
     judge_s: float  # judging time after the last rollout
@@ -245,7 +241,7 @@ class Batches:
         played = await self._play(step)
         groups = played.groups.scored(played.scorer.scored)
         await asyncio.to_thread(self.mix.note, step, groups)
-        trained = await asyncio.to_thread(with_reliability, groups + played.replayed)
+        trained = await asyncio.to_thread(with_reliability, groups)
         return Batch(trained, self._numbers(played, groups, trained) | self._judged())
 
     def _is_played_again(self, trajectory: Trajectory, scored: Scored) -> bool:
@@ -255,8 +251,7 @@ class Batches:
     async def _play(self, step: int) -> _PlayedStep:
         """Plays and judges what the step still owes, in waves, and appends to the step's files."""
         with LineWriter(self.run.trajectories_path(step)) as lines, LineWriter(self.run.scored_path(step)) as out:
-            by_source = await asyncio.to_thread(self.mix.replays, step)
-            own, spare = await asyncio.to_thread(self.mix.places, step, {s: len(g) for s, g in by_source.items()})
+            own, spare = await asyncio.to_thread(self.mix.places, step)
             scored = group(each for each in self.run.scored(step) if not self.sampler.is_replaced(each))
             done = [each for each in self.run.trajectories(step) if not self._is_played_again(each, scored)]
             groups = StepGroups(self.config.rollout, step, own, spare, done)
@@ -282,8 +277,7 @@ class Batches:
                     _check_scored(scorer, step)
             finally:
                 scorer.cancel()
-        replayed = list(itertools.chain(*by_source.values()))
-        return _PlayedStep(step, groups, scorer, replayed, played_now, sample_s, judge_s)
+        return _PlayedStep(step, groups, scorer, played_now, sample_s, judge_s)
 
     def _numbers(
         self, played: _PlayedStep, groups: list[list[ScoredTrajectory]], trained: list[list[ScoredTrajectory]]
@@ -291,13 +285,7 @@ class Batches:
         """Returns the step's metrics, without the judge's cost."""
         numbers = _rollout_numbers(played) | self._concurrency() | {"settled_share": settled_share(groups)}
         if self.config.learner.trains_weights:  # a prompt learner always samples with the weights of step 0
-            replayed = [trajectory for members in played.replayed for trajectory in members]
-            numbers |= _staleness([*played.groups.done, *replayed], played.step)
-        if self.config.rollout.replay is not None:
-            numbers["num_replayed"] = len(played.replayed)
-            # here only played rollouts count, as for tokens and turns; the learner also counts replayed rollouts
-            numbers["num_trajectories"] = len(played.groups.done)
-            numbers["num_failed"] = sum(each.error is not None for each in played.groups.done)
+            numbers |= _staleness(played.groups.done, played.step)
         if self.judge.noise is not None and self.judge.noise.ask_again:
             numbers |= _asked_again(groups)
         numbers |= shadow_numbers(groups, self.config) | cascade_numbers(groups, self.config) | _models_returned(groups)

@@ -139,8 +139,8 @@ def _decide_baseline(loaded: LoadedConfig) -> LoadedConfig:
         return loaded.with_value("loss.baseline", "group", reason)
     if rollout.sources or ranks(config.judge):
         return loaded.with_value("loss.baseline", "group", "rewards compare within a group only")
-    if loss.scale_advantages or has_noise or rollout.refill > 0 or rollout.replay is not None:
-        return loaded.with_value("loss.baseline", "group", "groups are weighed, replayed or replaced")
+    if loss.scale_advantages or has_noise or rollout.refill > 0:
+        return loaded.with_value("loss.baseline", "group", "groups are weighed or replaced")
     return loaded.with_value("loss.baseline", "shrunk", reason)
 
 

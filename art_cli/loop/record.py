@@ -34,8 +34,8 @@ OPEN = ("model.dtype", "train.learning_rate", "train.max_kl", "loss.baseline")
 # a run keeps its values when the defaults change
 KEPT = ("train.max_kl", "loss.scale_advantages", "loss.baseline", "rollout.group_size", "rollout.groups_per_step")
 OLDER = {"loss.baseline": "group"}  # values of runs whose record lacks the key
-# keys that `loss` and `algorithm` had in older versions -> their defaults, which changed nothing
-GONE = {"clip_cov": None, "kl_cov": None, "kl_cov_weight": 1.0}
+# keys that `loss`, `algorithm` and `rollout` had in older versions -> their defaults, which changed nothing
+GONE = {"clip_cov": None, "kl_cov": None, "kl_cov_weight": 1.0, "replay": None}
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
 
@@ -196,9 +196,9 @@ def read_record(run: RunDir) -> Record:
     rollouts = record.pop("rollouts", None)
     if isinstance(train := record.get("train", {}), dict):
         record["train"] = train | {"learning_rate": _rate(record)}
-    for key in ("loss", "algorithm"):
+    for key in ("loss", "algorithm", "rollout"):
         if isinstance(section := record.get(key), dict):
-            record[key] = {name: value for name, value in section.items() if GONE.get(name, ...) != value}
+            record[key] = {name: value for name, value in section.items() if GONE.get(name, name) != value}
     with contextlib.suppress(ValidationError):  # invalid values show up as differences
         record = RunConfig.model_validate(record).model_dump(mode="json")
     return Record(record, changes, rollouts if isinstance(rollouts, dict) else {})

@@ -94,15 +94,13 @@ def _policies(
 
 
 def _trained_on(run: RunDir, mix: SourceMix, step: int) -> list[list[ScoredTrajectory]]:
-    """Returns a step's groups in planned order, followed by replayed groups.
+    """Returns a step's groups in planned order.
 
     `art plan` may have played and scored additional groups, which the step did not train on.
     """
-    replayed = mix.replays(step)
-    own, spare = mix.places(step, {source: len(groups) for source, groups in replayed.items()})
+    own, spare = mix.places(step)
     planned = {plan.group_id for plan in plan_places([*own, *spare], step=step, group_size=1)}
-    groups = [members for name, members in sorted(group(run.scored(step)).items()) if name in planned]
-    return groups + [members for its in replayed.values() for members in its]
+    return [members for name, members in sorted(group(run.scored(step)).items()) if name in planned]
 
 
 def _save(learner: Learner, directory: Path) -> None:

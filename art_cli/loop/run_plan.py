@@ -362,7 +362,7 @@ def advise(found: Measured, config: RunConfig) -> Iterator[Advice]:
         yield rate
     groups, scale, memory = config.rollout.groups_per_step, found.noise_scale, found.memory
     if scale is not None and scale.high is not None and scale.high < groups:
-        least = max(math.ceil(scale.high), config.train.updates_per_step, 2 if config.rollout.replay is not None else 1)
+        least = max(math.ceil(scale.high), config.train.updates_per_step)
         reason = f"above {scale.high:.0f} groups, the upper end of the noise scale, more add little to a step"
         if least < groups:
             yield Advice("rollout.groups_per_step", str(least), reason)
@@ -411,7 +411,6 @@ def _promise(found: Measured, doubts: Sequence[Doubt], claim: Claim, speed: str 
     expected = partial(
         forecast,
         steps=config.train.steps,
-        plays=1 + (config.train.steps - 1) * (1 - config.rollout.num_replays / config.rollout.groups_per_step),
         is_ahead=config.train.max_staleness > 0,
         evaluations=evaluations,
         eval_attempts=attempts,

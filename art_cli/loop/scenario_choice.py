@@ -1,14 +1,12 @@
-"""ScenarioChoice: chooses the scenarios each step plays and replays, from seed, step and earlier steps' files."""
+"""ScenarioChoice: chooses the scenarios each step plays, from seed, step and earlier steps' files."""
 
 from collections.abc import Callable, Sequence
 
 from art_cli.config.schema import RolloutConfig, RunConfig
-from art_cli.loop.owed_groups import group
-from art_cli.rollouts.adaptive import AdaptiveOrder, choose_replays
+from art_cli.rollouts.adaptive import AdaptiveOrder
 from art_cli.rollouts.scenario_files import ScenarioOrder, pools_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import GroupRewards, Json, ScoredTrajectory
-from art_cli.runtime.errors import RunError
 
 
 class ScenarioChoice:
@@ -41,11 +39,10 @@ class ScenarioChoice:
         rollout = self._rollout(step)
         if not rollout.groups_per_step:
             return []
-        num_own, num_more = rollout.groups_per_step - rollout.num_replays, rollout.num_spare + rollout.num_replays
         if rollout.choose == "epochs":
-            chosen = self._epochs.groups(step, num_own, num_more, first=self._first(step))
+            chosen = self._epochs.groups(step, rollout.groups_per_step, rollout.num_spare, first=self._first(step))
         else:
-            chosen = self._adaptive.groups(step, num_own, num_more, self.history(step))
+            chosen = self._adaptive.groups(step, rollout.groups_per_step, rollout.num_spare, self.history(step))
         return [self._scenarios[index] for index in chosen]
 
     def num_spare(self, step: int) -> int:
@@ -58,29 +55,8 @@ class ScenarioChoice:
     def _first(self, step: int) -> int:
         while len(self._firsts) <= step:
             past = self._rollout(len(self._firsts) - 1)
-            stride = self._epochs.stride(past.groups_per_step - past.num_replays, past.num_spare + past.num_replays)
-            self._firsts.append(self._firsts[-1] + stride)
+            self._firsts.append(self._firsts[-1] + self._epochs.stride(past.groups_per_step, past.num_spare))
         return self._firsts[step]
-
-    def replays(self, step: int) -> list[list[ScoredTrajectory]]:
-        """Returns the groups of earlier steps to train on again. Raises RunError if a group is missing."""
-        replay = self._config.rollout.replay
-        if replay is None:
-            return []
-        chosen = choose_replays(
-            self.history(step),
-            step=step,
-            num=self._rollout(step).num_replays,
-            max_age=replay.max_age,
-            seed=self._config.train.seed,
-        )
-        groups_of = {past: group(self._run.scored(past)) for past in {past for past, _ in chosen}}
-        for past, group_id in chosen:
-            if group_id not in groups_of[past]:
-                raise RunError(
-                    f"{self._run.scored_path(past)}: no complete group {group_id}, which step {step} replays"
-                )
-        return [groups_of[past][group_id] for past, group_id in chosen]
 
     def history(self, step: int) -> dict[int, list[GroupRewards]]:
         """Returns the groups of all earlier steps that are certainly finished when `step` begins.
@@ -97,7 +73,7 @@ class ScenarioChoice:
 
     def note(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:
         """Records the rewards of a finished step's groups for later steps, in addition to other sources' rewards."""
-        if self._config.rollout.choose == "epochs" and self._config.rollout.replay is None:
+        if self._config.rollout.choose == "epochs":
             return
         pools = dict(zip((str(scenario["id"]) for scenario in self._scenarios), self._pools, strict=True))
         own = [_rewards_of(members, pools) for members in groups if (members[0].source or "") == self._source]

@@ -10,7 +10,6 @@ A run without sources has a single source named "".
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -60,23 +59,15 @@ class SourceMix:
             self._steps.append(list(islice(self._places, self._size)))
         return self._steps[step]
 
-    def replays(self, step: int) -> dict[str, list[list[ScoredTrajectory]]]:
-        """Returns the replayed groups by source; each replaces one of the step's own groups."""
-        return {name: choice.replays(step) for name, choice in self._choices.items()}
-
-    def places(self, step: int, num_replayed: Mapping[str, int]) -> tuple[list[GroupPlace], list[GroupPlace]]:
+    def places(self, step: int) -> tuple[list[GroupPlace], list[GroupPlace]]:
         """Returns the places of the step's own groups, and the places for refills, in playing order."""
-        own, spare = list[GroupPlace](), list[GroupPlace]()
         chosen = {name: iter(choice.scenarios(step)) for name, choice in self._choices.items()}
-        sources = self.sources(step)
-        num_own = Counter(sources)
-        num_own.subtract(num_replayed)
-        for name in sources:
-            if num_own[name] > 0:
-                num_own[name] -= 1
-                own.append(GroupPlace(name, next(chosen[name])))
-        for name, choice in self._choices.items():
-            spare += [GroupPlace(name, scenario) for scenario in islice(chosen[name], choice.num_spare(step))]
+        own = [GroupPlace(name, next(chosen[name])) for name in self.sources(step)]
+        spare = [
+            GroupPlace(name, scenario)
+            for name, choice in self._choices.items()
+            for scenario in islice(chosen[name], choice.num_spare(step))
+        ]
         return own, spare
 
     def note(self, step: int, groups: Sequence[Sequence[ScoredTrajectory]]) -> None:

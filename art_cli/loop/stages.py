@@ -66,7 +66,7 @@ def generate(
     data, run = RunScenarios(loaded.config, loaded.directory), RunDir(loaded.config.runs / loaded.config.name)
     mix = SourceMix(loaded.config, run, data.training_by_source)
     step = source.step if step is None else step
-    own, _ = mix.places(step, {})
+    own, _ = mix.places(step)
     plans = plan_places(own, step=step, group_size=loaded.config.rollout.group_size)
     with open_policy(loaded, source) as policy:
         return threads.run(_play(loaded, policy, source, output, plans))

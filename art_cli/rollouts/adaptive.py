@@ -1,6 +1,4 @@
-"""AdaptiveOrder: prefers scenarios that are neither solved nor hopeless; Replay: an earlier group to train on again.
-
-Both use only numbers and ids, and return indices or ids.
+"""AdaptiveOrder: prefers scenarios that are neither solved nor hopeless. It uses only numbers and ids.
 
 A group teaches more if its rewards differ more. With a success rate p, the variance of a reward is p(1 - p): 0 for
 solved or hopeless scenarios, and at most 1/4. Each step draws scenarios with probabilities proportional to the expected
@@ -11,21 +9,14 @@ variance of their next group:
 The sums run over past groups of the scenario or its pool. S is the sum of squared deviations from the group's mean, f
 the degrees of freedom (attempts with a reward - 1), and d = 2^(-age / half-life) discounts groups of older policies. A
 solved scenario therefore slowly returns to the prior and is drawn again.
-
-Replay candidates are groups with signal from the last `max_age` steps. They are drawn without replacement, with
-probabilities proportional to reward variance divided by age in steps. The variance measures how much a group teaches,
-and the age measures how far the policy has moved. Later steps may draw the same group again. Replaying older rollouts
-with importance weights comes from RePO, Li et al. 2025 (arXiv:2506.09340); this code combines its recency and variance
-strategies.
 """
 
 import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from art_cli.runs.trajectory import GroupRewards, has_signal
+from art_cli.runs.trajectory import GroupRewards
 
 PRIOR_SIGNAL = 1 / 6  # the mean of p(1 - p) where every success rate p is as likely: 1/2 - 1/3
 PRIOR_DEGREES = 2.0  # the prior counts as much as this many degrees of freedom, as Beta(1, 1) counts as two attempts
@@ -115,24 +106,3 @@ def squared_deviations(rewards: Sequence[float]) -> float:
 def _uniform(key: str) -> float:
     """Returns a number in (0, 1) from a hash of the key."""
     return (int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) + 0.5) / 2**64
-
-
-class Replay(NamedTuple):
-    """A group to train on again. Example: Replay(3, "s0003-g0002")."""
-
-    step: int
-    group_id: str
-
-
-def choose_replays(history: History, *, step: int, num: int, max_age: int, seed: int) -> list[Replay]:
-    """Returns up to `num` groups to replay. A pure function of its arguments."""
-    candidates, weights = [], []
-    for past in sorted(history):
-        if not 1 <= step - past <= max_age:
-            continue
-        for group in history[past]:
-            if has_signal(group.rewards):
-                candidates.append(Replay(past, group.group_id))
-                weights.append(squared_deviations(group.rewards) / (len(group.rewards) - 1) / (step - past))
-    order = draw(f"{seed}/replay/{step}", [group_id for _, group_id in candidates], weights)
-    return [candidates[index] for index in order[:num]]

@@ -142,7 +142,6 @@ def forecast(
     found: Measured,
     *,
     steps: int,
-    plays: float | None = None,
     evaluations: int,
     eval_attempts: int,
     eval_prompts_s: float = 0.0,
@@ -153,7 +152,6 @@ def forecast(
 ) -> dict[str, Expected]:
     """Returns the forecast for the whole run, without "usd" if a price is unknown.
 
-    `plays` is the number of attempts played, divided by attempts per step (smaller than `steps` with replay).
     `eval_attempts` is the number of attempts per evaluation. `eval_prompts_s` is the extra prompt time when fewer
     attempts share a prompt than in training. `contested` is the number of attempts judged in all evaluations, divided
     by attempts per step. `learning_usd` is the learner's cost per step. `is_ahead`: sampling continues during training;
@@ -163,14 +161,13 @@ def forecast(
     by one factor for length drift. All seconds are multiplied by one factor for machine pace.
     """
     draw, groups, drawn = random.Random(0), found.group_tokens, dict[str, list[float]]()
-    plays = steps if plays is None else plays
     played, prompts_s = evaluations * eval_attempts / max(found.num_attempts, 1), evaluations * eval_prompts_s
     for _ in range(DRAWS):
         share = sum(draw.choices(groups, k=len(groups))) / sum(groups) if sum(groups) else 1.0
         share *= math.exp(draw.gauss(0.0, math.log(DRIFT) / NORMAL_80))
         seconds = {
-            "sampling": plays * found.sampling_s * share,
-            "judging": plays * found.judging_s * share,
+            "sampling": steps * found.sampling_s * share,
+            "judging": steps * found.judging_s * share,
             "training": steps * (found.training_s or 0.0) * share + found.first_training_s,
             "evaluating": (played * found.sampling_s + contested * found.judging_s) * share + prompts_s,
             "rest": found.start_s + found.first_call_s + steps * found.rest_s,
@@ -179,9 +176,9 @@ def forecast(
         seconds = {name: pace * value for name, value in seconds.items()}
         beside = min(seconds["sampling"] + seconds["judging"], seconds["training"]) if is_ahead else 0.0
         seconds["whole"] = whole = sum(seconds.values()) - (draw.random() * beside if beside else 0.0)
-        paid = (plays + contested) * (found.judge_usd or 0.0) + steps * learning_usd
+        paid = (steps + contested) * (found.judge_usd or 0.0) + steps * learning_usd
         usd = paid * share + whole / 3600 * usd_per_hour
-        for name, value in (seconds | {"tokens": plays * sum(groups) * share, "usd": usd}).items():
+        for name, value in (seconds | {"tokens": steps * sum(groups) * share, "usd": usd}).items():
             drawn.setdefault(name, []).append(value)
     if found.judge_usd is None:
         del drawn["usd"]

@@ -243,7 +243,7 @@ class TinkerLearner(Learner):
         if at.number == 0:  # compare with the engine's logprobs before applying the gradient
             for each, new in zip(sent.samples, self._logprobs(sent), strict=True):
                 sample = each.sample
-                if sample.trajectory_id not in at.statistics.replayed:
+                if sample.trajectory_id not in at.statistics.older:
                     gaps = np.abs(np.where(np.isnan(sample.logprobs), sample.raw_logprobs, sample.logprobs) - new)
                     at.statistics.logprob_gap.add(gaps[~np.isnan(gaps)])
         return sent

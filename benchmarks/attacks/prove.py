@@ -38,7 +38,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "warm-up": ("sft={demos: DEMOS, epochs: 2}",),
     "best-of": ("sft={demos: RUN, best_of: 1}",),
     "all weights": ("model.lora=null", "train.learning_rate=1e-3"),
-    "replay": ("rollout.replay={share: 0.34}", "loss.off_policy.name=truncate"),
     "a step ahead": ("train.max_staleness=1", "loss.off_policy.name=truncate"),
 }
 

@@ -110,7 +110,7 @@ def train_art(task: Task, side: str, runs: Path, name: str, seed: int) -> dict[s
     """Returns the row of one run of `art train`, which is continued if it is there."""
     settings = list(SIDES.get(side, side.split()))
     rollout = load_config(task.config, settings).config.rollout
-    of_step = rollout.group_size * (rollout.groups_per_step - rollout.num_replays)
+    of_step = rollout.group_size * rollout.groups_per_step
     steps, every = _num_steps(task, of_step)
     return read_art(_train(task, [*settings, f"train.steps={steps}", f"eval.every={every}"], runs, name, seed), task)
 

@@ -1,7 +1,6 @@
 """A step's scenarios, chosen from the run's files: writing, reading, and the same choice after resuming."""
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from art_cli.loop.train import train
 from art_cli.rollouts.adaptive import expected_signal
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import GroupRewards, Json, Trajectory, score_trajectory
-from art_cli.runtime.errors import ConfigError, DataError, RunError
+from art_cli.runtime.errors import ConfigError, DataError
 from tests.support.paths import LETTERS
 
 SCENARIOS: list[Json] = [{"id": str(number), "level": number % 3} for number in range(12)]
@@ -103,52 +102,3 @@ def test_a_run_that_chooses_by_its_own_past_is_resumed_to_the_same_choices(tmp_p
         assert [group.scenario for group in groups] == chosen[: len(groups)]
         assert len(groups) >= 3
     assert all("num_refilled" in line.metrics for line in run.metrics() if line.split == "train")
-
-
-# --- replay -----------------------------------------------------------------------------------------------------------
-
-REPLAY = ("rollout.replay.share=0.5", "loss.off_policy.name=truncate", "eval=null", "rollout.concurrency=1")
-
-
-def test_replay_needs_importance_weights_room_and_steps_that_are_done() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.replay: .*loss\.off_policy"):
-        config("rollout.replay.share=0.5")
-    with pytest.raises(ConfigError, match=r"rollout\.replay: .*groups_per_step"):
-        config(*REPLAY, "rollout.groups_per_step=1")
-    with pytest.raises(ConfigError, match=r"rollout\.replay\.max_age: above train\.max_staleness"):
-        config(*REPLAY, "rollout.replay.max_age=2", "train.max_staleness=2")
-
-
-def test_a_replayed_group_that_its_file_lacks_is_named(tmp_path: Path) -> None:
-    choice = ScenarioChoice(config(*REPLAY), RunDir(tmp_path), SCENARIOS)
-    choice.note(0, [played(0, SCENARIOS[0], [0.0, 1.0])])
-    with pytest.raises(RunError, match="no complete group s0000-g0, which step 1 replays"):
-        choice.replays(1)
-
-
-@pytest.mark.slow
-def test_a_step_replays_older_groups_and_is_the_same_again_from_its_files(tmp_path: Path) -> None:
-    """Half of 3 groups, rounded up: 2 of each step's groups are older ones from step 1 on, so that 1 is played.
-
-    Training twice on a group is by choice here. Contract 6 still holds: the files decide, and steps 2 and 3, taken
-    again without their checkpoints, play nothing and come out bit for bit. The bound on the gap between engine and
-    learner is far below a step's change; it holds, because only this step's tokens count.
-    """
-    settings = [f"runs={tmp_path}", "train.keep_checkpoints=9", "train.max_logprob_gap=1e-4", *REPLAY]
-    loaded = load_config(LETTERS / "config.yaml", settings)
-    run = RunDir(asyncio.run(train(loaded)).root)
-    lines = [line.metrics for line in run.metrics() if line.split == "train"]
-    assert [line["num_replayed"] for line in lines] == [0, 2, 2, 2]
-    assert [line["num_groups"] for line in lines] == [3] * 4
-    assert [len(run.trajectories(step)) for step in range(4)] == [12, 4, 4, 4]
-    assert lines[0]["staleness_max"] == 0 and all(line["staleness_max"] >= 1 for line in lines[1:])
-    own = [t.reward for t in run.scored(3) if t.reward is not None]
-    assert lines[3]["reward_mean"] == pytest.approx(sum(own) / len(own))
-    adapters = [run.checkpoint_path(step) / "adapter_model.safetensors" for step in (3, 4)]
-    before = [path.read_bytes() for path in adapters]
-    played_before = [run.trajectories_path(step).read_bytes() for step in range(4)]
-    for step in (3, 4):
-        shutil.rmtree(run.checkpoint_path(step))
-    asyncio.run(train(loaded))
-    assert [path.read_bytes() for path in adapters] == before
-    assert [run.trajectories_path(step).read_bytes() for step in range(4)] == played_before

@@ -1,8 +1,4 @@
-"""Contract 6: a run killed at any instant and started again ends as an undisturbed one, and loses nothing.
-
-"Trains on none twice" is about work that a kill could repeat. With `rollout.replay` a run trains on a group again by
-choice, and the files of earlier steps say which; a killed run replays the same ones.
-"""
+"""Contract 6: a run killed at any instant and started again ends as an undisturbed one, and loses nothing."""
 
 import asyncio
 import os

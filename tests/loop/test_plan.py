@@ -326,14 +326,6 @@ def test_what_is_advised_is_a_configuration_that_can_be_trained() -> None:
     assert not list(advise(measured(noise_scale=scale), config.config)), "all eight groups are needed"
 
 
-def test_groups_that_are_replayed_are_not_played_again() -> None:
-    counts = {"steps": 10, "evaluations": 0, "eval_attempts": 0, "usd_per_hour": 0.0}
-    whole, half = forecast(measured(), **counts), forecast(measured(), plays=5.5, **counts)
-    for name in ("sampling", "judging", "tokens", "usd"):
-        assert half[name].value == pytest.approx(0.55 * whole[name].value)
-    assert half["training"] == whole["training"]
-
-
 def test_sampling_beside_training_takes_between_the_longer_one_and_both() -> None:
     counts = {"steps": 10, "evaluations": 0, "eval_attempts": 0, "usd_per_hour": 0.0}
     beside = forecast(measured(training_s=8.0, judging_s=0.0), is_ahead=True, **counts)["whole"]

@@ -114,7 +114,7 @@ def mixed(root: Path, *overrides: str) -> tuple[RunConfig, SourceMix]:
 def test_a_step_has_the_same_places_after_a_restart_and_an_epoch_plays_each_scenario_once(tmp_path: Path) -> None:
     """Weights 2 to 1 and 4 groups per step. Without refills 5 and 7 scenarios are whole epochs of the two sources."""
     _, mix = mixed(tmp_path, "rollout.groups_per_step=4")
-    steps = [mix.places(step, {})[0] for step in range(21)]
+    steps = [mix.places(step)[0] for step in range(21)]
     for step in (0, 7, 20):
         assert mixed(tmp_path, "rollout.groups_per_step=4")[1].places(step, {}) == (steps[step], [])
     assert {len(step) for step in steps} == {4}
@@ -126,13 +126,6 @@ def test_a_step_has_the_same_places_after_a_restart_and_an_epoch_plays_each_scen
             assert len(set(ids[first : first + num])) == num
 
 
-def test_groups_that_are_replayed_take_the_places_of_their_own_source(tmp_path: Path) -> None:
-    _, mix = mixed(tmp_path, "rollout.groups_per_step=4")
-    whole, (own, _) = mix.places(0, {})[0], mix.places(0, {"letters": 1})
-    assert [place.source for place in whole] == ["letters", "other", "letters", "letters"]
-    assert own == whole[:3]
-
-
 def play(plan: RolloutPlan, *, tells: bool) -> Trajectory:
     fields = {name: getattr(plan, name) for name in ("group_id", "group_size", "index", "scenario", "source")}
     return Trajectory(id=plan.trajectory_id, returned_reward=float(plan.index % 2) if tells else 0.5, **fields)
@@ -141,7 +134,7 @@ def play(plan: RolloutPlan, *, tells: bool) -> Trajectory:
 def test_a_group_without_signal_is_refilled_from_its_own_source(tmp_path: Path) -> None:
     """Only `letters` has signal: its 2 groups suffice, and the one of `other` is refilled until its budget is spent."""
     config, mix = mixed(tmp_path, "rollout.refill=2.0", "rollout.groups_per_step=3")
-    own, spare = mix.places(0, {})
+    own, spare = mix.places(0)
     assert Counter(place.source for place in spare) == {"letters": 4, "other": 2}
     groups, waves = StepGroups(config.rollout, 0, own, spare, []), []
 
@@ -163,7 +156,7 @@ def test_a_group_without_signal_is_refilled_from_its_own_source(tmp_path: Path) 
 def test_a_begun_group_keeps_its_source(tmp_path: Path) -> None:
     """Group 0 was begun for `letters`, but its place now belongs to `other`: each source gets its share."""
     config, mix = mixed(tmp_path, "rollout.refill=2.0", "rollout.groups_per_step=3")
-    own, spare = mix.places(0, {})
+    own, spare = mix.places(0)
     done = [play(plan, tells=True) for plan in StepGroups(config.rollout, 0, own, spare, []).next({})[:1]]
     wave = StepGroups(config.rollout, 0, [*own[1:], own[0]], spare, done).next({})[:: config.rollout.group_size]
     assert [plan.source for plan in wave] == ["letters", "letters", "other"]

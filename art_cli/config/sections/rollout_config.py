@@ -213,15 +213,6 @@ class SamplingConfig(Section):
     call's values. Calls with a penalty, `logit_bias` or `min_tokens` are refused."""
 
 
-class ReplayConfig(Section):
-    """Replay: training on groups of earlier steps again, with importance weights."""
-
-    share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
-    """The share of replayed groups in a step. Only groups with signal are replayed."""
-    max_age: PositiveInt = 8
-    """The oldest group's age in steps."""
-
-
 class EnvironmentConfig(Section):
     """A ready-made environment, which provides the agent and the scenarios."""
 
@@ -356,8 +347,6 @@ class RolloutConfig(Section):
     pool: str | None = None
     """A scenario key, such as "level". Scenarios with equal values form a pool. Each step reports every pool's mean
     reward, and `choose: adaptive` draws by pools. null: no pools."""
-    replay: ReplayConfig | None = None
-    """Replay of earlier groups; needs `loss.off_policy`. null: a step trains only on new groups."""
     sampling: SamplingConfig = SamplingConfig()
     sources: dict[ShadowName, SourceConfig] = {}
     """Several agents in a run: {letters: {entry: "letters.py:rollout", scenarios: letters.jsonl, weight: 2}, words:
@@ -388,14 +377,6 @@ class RolloutConfig(Section):
     def num_spare(self) -> int:
         """Limit on extra groups per step, rounded up to at least 1 for a share above 0."""
         return math.ceil(round(self.refill * self.groups_per_step, 6))
-
-    @property
-    def num_replays(self) -> int:
-        """Limit on replayed groups per step, rounded up."""
-        if self.replay is None:
-            return 0
-        wanted = math.ceil(round(self.replay.share * self.groups_per_step, 6))
-        return max(min(wanted, self.groups_per_step - 1), 0)
 
     _section_by_name = field_validator("environment", "cluster", mode="before")(_by_its_name)
 

@@ -89,7 +89,7 @@ def take_step(
     begin, rate = time.perf_counter(), float("nan")
     record = StepRecord() if train.record_learned else None
     plan = plan_step(groups, algorithm, loss=loss, train=train)
-    statistics = StepStatistics(_replayed(groups))
+    statistics = StepStatistics(_older(groups))
     if plan.parts:
         with gradients.taking(plan) as rate:
             _take_updates(plan, gradients, train, statistics, record, progress)
@@ -142,7 +142,7 @@ def _check_drift(statistics: StepStatistics, bound: float) -> None:
         )
 
 
-def _replayed(groups: Sequence[Sequence[ScoredTrajectory]]) -> frozenset[str]:
+def _older(groups: Sequence[Sequence[ScoredTrajectory]]) -> frozenset[str]:
     """Returns the ids of trajectories played for earlier steps than the newest one."""
     newest = max((trajectory.step for group in groups for trajectory in group), default=0)
     return frozenset(trajectory.id for group in groups for trajectory in group if trajectory.step < newest)

@@ -57,7 +57,7 @@ class StepStatistics(msgspec.Struct):
     """Counts and means for one step, over its packs and optimizer steps."""
 
     # ids of trajectories sampled by older policies; their gap does not indicate drift
-    replayed: frozenset[str] = frozenset()
+    older: frozenset[str] = frozenset()
     num_samples: int = 0
     tokens_flat: int = 0
     tokens_computed: int = 0
@@ -102,7 +102,7 @@ class StepStatistics(msgspec.Struct):
 
     def add_gap(self, scores: "TokenScores", pack: "Pack") -> None:
         """Adds the differences between learner and engine logprobs. Call it while the sampling weights are in place."""
-        terms, is_old = pack.terms, np.array([sample.trajectory_id in self.replayed for sample in pack.samples])
+        terms, is_old = pack.terms, np.array([sample.trajectory_id in self.older for sample in pack.samples])
         if is_old.any():
             hidden = np.where(is_old[terms.samples], np.nan, 0.0)
             terms = terms._replace(logprobs=terms.logprobs + hidden, raw_logprobs=terms.raw_logprobs + hidden)
