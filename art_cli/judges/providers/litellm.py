@@ -2,16 +2,16 @@
 
 litellm is imported on the first call, because its import takes seconds.
 
-httpx and litellm buffer whole answers, and httpx decompresses whole chunks: 2 MB of gzip can become 4 GB. The stream
-wrapper installed by `limit_transport` aborts oversized answers before they exhaust memory or block Python's json.
+httpx and litellm buffer whole answers, and httpx decompresses whole chunks: 2 MB of gzip can become 4 GB. So requests
+ask for uncompressed answers, and the stream wrapper installed by `limit_transport` aborts oversized answers before they
+exhaust memory or block Python's json.
 """
 
 import asyncio
 import math
 import os
 import time
-import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -19,12 +19,10 @@ import httpx
 from art_cli.chat.client import AnswerTooLarge
 from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.costs import Usage
-from art_cli.judges.providers import ENCODINGS, MAX_BYTES, MAX_ERROR, MAX_MARKS, Answer, CallFailed, Provider, classify
+from art_cli.judges.providers import MAX_BYTES, MAX_ERROR, MAX_MARKS, Answer, CallFailed, Provider, classify
 from art_cli.judges.providers.waits import quiet_time, retry_after
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.secrets import Secrets
-
-_PIECE = 1 << 16
 
 
 def limit_transport(transport: Any) -> Any:
@@ -32,12 +30,13 @@ def limit_transport(transport: Any) -> Any:
     handle = transport.handle_async_request
 
     async def handle_async_request(request: httpx.Request) -> httpx.Response:
-        request.headers["Accept-Encoding"] = ENCODINGS
+        request.headers["Accept-Encoding"] = "identity"
         response: httpx.Response = await handle(request)
-        encoding = response.headers.pop("content-encoding", "identity").strip().lower()
-        response.headers.pop("content-length", None)  # refers to the compressed body
+        if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+            await response.aclose()
+            raise httpx.DecodingError(f"content-encoding {encoding[:20]!r} was not asked for")
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Limited(response.stream, encoding)
+        response.stream = _Limited(response.stream)
         return response
 
     transport.handle_async_request = handle_async_request
@@ -53,63 +52,24 @@ def find_too_large(error: BaseException | None) -> AnswerTooLarge | None:
 
 
 class _Limited(httpx.AsyncByteStream):
-    """A decompressed stream with size limits. Raises AnswerTooLarge, httpx.DecodingError."""
+    """A stream with size limits. Raises AnswerTooLarge."""
 
-    def __init__(self, stream: httpx.AsyncByteStream, encoding: str) -> None:
-        self._stream, self._encoding = stream, encoding
+    def __init__(self, stream: httpx.AsyncByteStream) -> None:
+        self._stream = stream
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        inflate = _make_inflater(self._encoding)
-        num_read = num_bytes = num_marks = 0
-        async for data in self._stream:
-            num_read += len(data)
-            if num_read > MAX_BYTES:
+        num_bytes = num_marks = 0
+        async for piece in self._stream:
+            num_bytes += len(piece)
+            num_marks += sum(map(piece.count, (b"[", b"{", b",")))
+            if num_bytes > MAX_BYTES:
                 raise AnswerTooLarge(f"the answer is larger than {MAX_BYTES >> 20} MiB")
-            for piece in inflate(data):
-                num_bytes += len(piece)
-                num_marks += sum(map(piece.count, (b"[", b"{", b",")))
-                if num_bytes > MAX_BYTES:
-                    raise AnswerTooLarge(f"the answer is larger than {MAX_BYTES >> 20} MiB")
-                if num_marks > MAX_MARKS:
-                    raise AnswerTooLarge(f"the answer has more than {MAX_MARKS:,} brackets and commas")
-                yield piece
+            if num_marks > MAX_MARKS:
+                raise AnswerTooLarge(f"the answer has more than {MAX_MARKS:,} brackets and commas")
+            yield piece
 
     async def aclose(self) -> None:
         await self._stream.aclose()
-
-
-def _make_inflater(encoding: str) -> Any:
-    """Returns a function that decompresses a chunk into small pieces."""
-    if encoding in ("", "identity"):
-        return lambda data: (data,)
-    if encoding in ("gzip", "x-gzip", "deflate"):
-        return _Inflater().pieces
-    raise httpx.DecodingError(f"content-encoding {encoding[:20]!r} was not asked for")
-
-
-class _Inflater:
-    """Decompresses gzip (also with several members), zlib, and raw deflate."""
-
-    def __init__(self) -> None:
-        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
-        self._is_first = True
-
-    def pieces(self, data: bytes) -> Iterator[bytes]:
-        """Yields pieces of at most 64 KiB, so the reader can stop early."""
-        while data:
-            try:
-                piece = self._zlib.decompress(data, _PIECE)
-            except zlib.error as error:
-                if not self._is_first:
-                    raise httpx.DecodingError(f"the answer cannot be decompressed: {error}") from error
-                self._zlib, self._is_first = zlib.decompressobj(-zlib.MAX_WBITS), False
-                continue
-            self._is_first = False
-            yield piece
-            data = self._zlib.unconsumed_tail
-            if self._zlib.eof:
-                data = self._zlib.unused_data
-                self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)
 
 
 class LitellmProvider(Provider):
