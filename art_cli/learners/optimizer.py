@@ -27,6 +27,7 @@ from art_cli.runtime.errors import CheckpointError
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names for a parameter's moments
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
+ENTROPY_STEP = 0.005  # change of the entropy floor's coefficient per policy step, as in Skywork-OR1
 
 
 class EntropyState(msgspec.Struct, frozen=True):
@@ -40,17 +41,17 @@ class EntropyState(msgspec.Struct, frozen=True):
         """The next step's bonus per nat; zero above the floor."""
         return self.coefficient if self.is_below else 0.0
 
-    def after(self, entropy: float, *, floor: float, step: float) -> "EntropyState":
-        """Returns the state after a step with this mean entropy in nats: the coefficient changes by `step` either way.
+    def after(self, entropy: float, *, floor: float) -> "EntropyState":
+        """Returns the state after a step with this mean entropy in nats: the coefficient c changes by s = ENTROPY_STEP.
 
-        Skywork-OR1, He et al. 2025 (arXiv:2505.22312), adaptive entropy control: c' = c + step if entropy < floor, else
-        c - step, here never below 0. The loss includes -c * entropy while the entropy is at or below the floor. The
+        Skywork-OR1, He et al. 2025 (arXiv:2505.22312), adaptive entropy control: c' = c + s if entropy < floor, else
+        c - s, here never below 0. The loss includes -c * entropy while the entropy is at or below the floor. The
         paper tests the current step's entropy; this code tests the previous step's entropy to avoid a second forward
         pass. A NaN entropy (no sampled token was trained) changes nothing.
         """
         if math.isnan(entropy):
             return self
-        grown = self.coefficient + (step if entropy < floor else -step)
+        grown = self.coefficient + (ENTROPY_STEP if entropy < floor else -ENTROPY_STEP)
         return EntropyState(max(0.0, grown), entropy <= floor)
 
 

@@ -179,9 +179,8 @@ class TorchLearner(Learner):
                 groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
             )
         if self.loss.entropy_floor is not None:
-            self.optimizer.counts.entropy = self.optimizer.counts.entropy.after(
-                metrics.entropy, floor=self.loss.entropy_floor, step=self.loss.entropy_step
-            )
+            entropy = self.optimizer.counts.entropy.after(metrics.entropy, floor=self.loss.entropy_floor)
+            self.optimizer.counts.entropy = entropy
         numbers = dict(self.algorithm.numbers())
         if metrics.num_updates and self.runner.can_pack is not None:
             numbers |= {"packed": float(self.runner.can_pack)}

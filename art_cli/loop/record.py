@@ -35,7 +35,7 @@ OPEN = ("model.dtype", "train.learning_rate", "train.max_kl", "loss.baseline")
 KEPT = ("train.max_kl", "loss.scale_advantages", "loss.baseline", "rollout.group_size", "rollout.groups_per_step")
 OLDER = {"loss.baseline": "group"}  # values of runs whose record lacks the key
 # keys that `loss`, `algorithm` and `rollout` had in older versions -> their defaults, which changed nothing
-GONE = {"clip_cov": None, "kl_cov": None, "kl_cov_weight": 1.0, "replay": None}
+GONE = {"clip_cov": None, "kl_cov": None, "kl_cov_weight": 1.0, "entropy_step": 0.005, "replay": None}
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
 
@@ -198,7 +198,7 @@ def read_record(run: RunDir) -> Record:
         record["train"] = train | {"learning_rate": _rate(record)}
     for key in ("loss", "algorithm", "rollout"):
         if isinstance(section := record.get(key), dict):
-            record[key] = {name: value for name, value in section.items() if GONE.get(name, name) != value}
+            record[key] = {name: value for name, value in section.items() if GONE.get(name, ...) != value}
     with contextlib.suppress(ValidationError):  # invalid values show up as differences
         record = RunConfig.model_validate(record).model_dump(mode="json")
     return Record(record, changes, rollouts if isinstance(rollouts, dict) else {})

@@ -452,7 +452,6 @@ def test_a_knob_of_another_variant_is_told_in_a_section_within_a_section_too() -
             "loss: {name: ppo, value_clip: 0.1}\ntrain: {epochs_per_step: 1}\n",
             "config.yaml:4: loss.value_clip: used with train.updates_per_step or",
         ),
-        ("loss: {name: ppo, entropy_step: 0.1}\n", "config.yaml:4: loss.entropy_step: used with entropy_floor only"),
         (
             "loss: {name: rloo, off_policy: {name: icepop}}\n",
             "config.yaml:4: loss.off_policy: leaves single tokens out, and here the ratio of a whole sample",

@@ -195,12 +195,12 @@ def test_entropy_is_rewarded_in_the_components_mean() -> None:
 
 
 def test_the_bonus_grows_below_the_floor_and_falls_above_it() -> None:
-    """Floor 0.5, 0.01 a step, of an unknown entropy none. The reward is only given below the floor."""
+    """Floor 0.5, 0.005 a step, of an unknown entropy none. The reward is only given below the floor."""
     state, found = EntropyState(), []
     for entropy in (0.4, 0.3, math.nan, 0.6, 0.9, 0.7, 0.5):
-        state = state.after(entropy, floor=0.5, step=0.01)
+        state = state.after(entropy, floor=0.5)
         found.append((state.coefficient, state.bonus))
-    expected = [(0.01, 0.01), (0.02, 0.02), (0.02, 0.02), (0.01, 0), (0, 0), (0, 0), (0, 0)]
+    expected = [(0.005, 0.005), (0.01, 0.01), (0.01, 0.01), (0.005, 0), (0, 0), (0, 0), (0, 0)]
     assert found == [pytest.approx(pair) for pair in expected]
 
 

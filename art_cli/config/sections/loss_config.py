@@ -115,10 +115,7 @@ class BaseLossConfig(Section):
     `trained`: only groups with signal; such a step is full-sized and noisier."""
     entropy_floor: PositiveFloat | None = None
     """The loss rewards entropy while the mean entropy in nats per token is below this. The coefficient grows by
-    `entropy_step` in each step below the floor, and falls by it in other steps (Skywork-OR1, arXiv:2505.22312). null:
-    off."""
-    entropy_step: PositiveFloat = 0.005
-    """The coefficient's change per step."""
+    0.005 in each step below the floor, and falls by it in other steps (Skywork-OR1, arXiv:2505.22312). null: off."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -138,8 +135,7 @@ class BaseLossConfig(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields (knob, message) for settings that have no effect."""
-        if "entropy_step" in self.model_fields_set and self.entropy_floor is None:
-            yield "entropy_step", "used with entropy_floor only"
+        return iter(())
 
 
 class PresetConfig(BaseLossConfig):
@@ -176,7 +172,6 @@ class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
         return self.baseline != "shrunk"
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
         if self.baseline == "shrunk" and self.scale_advantages:
             yield "baseline", "'shrunk' compares groups, and scale_advantages divides each by its own deviation"
 
@@ -205,7 +200,6 @@ class DapoConfig(ScaledLossConfig):
     """The tokens before the limit over which the penalty grows from 0 to 1 (equation 13)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
         if "overlong_buffer" in self.model_fields_set and self.overlong != "penalty":
             yield "overlong_buffer", f"used with loss.overlong 'penalty' only, which is {self.overlong!r}"
 
@@ -227,7 +221,6 @@ class GspoConfig(ScaledLossConfig):
     """The ratio of new to old probability counts up to 1 + clip_high."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
         yield from _of_tokens(self)
 
 
@@ -250,7 +243,6 @@ class RlooConfig(ClippedLossConfig):
     """A whole sample's ratio of new to old probability counts from 1 - clip to 1 + clip."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
         yield from _of_tokens(self)
 
 
@@ -301,7 +293,6 @@ class TaughtLossConfig(ScaledLossConfig, ClippedLossConfig):
         return False
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
         if "scale_advantages" in self.model_fields_set and not self.needs_rewards:
             why = "the teacher's advantages are not scaled"
             yield "scale_advantages", f"used with loss.reward_weight above 0 only: {why}"
@@ -342,7 +333,6 @@ class PpoConfig(ClippedLossConfig):
     """The weight of the critic's error in the loss, with `value_trunk: true`."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
         if "mean_over" in self.model_fields_set:
             yield "mean_over", "has no effect here: with a critic every group has signal, so both means are the same"
         if "value_coefficient" in self.model_fields_set and not self.value_trunk:

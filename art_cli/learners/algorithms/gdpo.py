@@ -32,7 +32,6 @@ class GdpoConfig(ClippedLossConfig):
         return self.reward_parts.keys()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
         for name, weight in self.reward_parts.items():
             if weight == 0:
                 yield f"reward_parts.{name}", "a part of weight 0 has no effect; remove it"

@@ -24,7 +24,6 @@ class GigpoConfig(ScaledLossConfig, ClippedLossConfig):
     """Discount per turn: with k turns still to come, a reply's return is gamma^k times the reward."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from super().conflicts()
         if "gamma" in self.model_fields_set and self.step_weight == 0:
             yield "gamma", "used within equal states only, and loss.step_weight is 0"
 
