@@ -5,7 +5,7 @@ Python that runs rollouts may lack other packages (rollouts/bootstrap.py).
 """
 
 import hashlib
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote_to_bytes
 
 RECORD_HEADER = "X-Art-Record"
 NO_RECORD = "no"
@@ -23,9 +23,14 @@ def write_header(key: str) -> str:
 def read_header(value: str) -> str | None:
     """Returns the key from a header value, up to MAX_LENGTH characters; None for an empty value.
 
-    Invalid percent-encoding is kept literally, so clients may send plain ASCII keys.
+    Starlette decodes a header's bytes as Latin-1. Many clients send UTF-8 without percent-encoding. Invalid
+    percent-encoding is kept literally, so clients may send plain ASCII keys.
     """
-    return shortened(unquote(value, errors="replace")) or None
+    data = unquote_to_bytes(value.encode("latin-1"))
+    try:
+        return shortened(data.decode()) or None
+    except UnicodeDecodeError:
+        return shortened(data.decode("latin-1"))
 
 
 def shortened(key: str) -> str:

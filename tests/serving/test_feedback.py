@@ -120,6 +120,24 @@ async def test_a_conversation_of_a_long_name_can_be_rated(tmp_path: Path) -> Non
     assert len({entry.conversation for entry in lines(tmp_path)}) == 2
 
 
+async def test_a_conversation_whose_name_is_not_ascii_can_be_rated(tmp_path: Path) -> None:
+    """Clients send the name percent-encoded, as UTF-8 or as Latin-1, in the header or in the key."""
+    body: Json = {"model": "policy", "messages": [{"role": "user", "content": "how?"}]}
+    key = f"Bearer {ANN}"
+    heads: dict[str, dict[str, str | bytes]] = {
+        "Gespräch 1": {"x-art-conversation": quote("Gespräch 1"), "authorization": key},
+        "会話 2": {"x-art-conversation": "会話 2".encode(), "authorization": key},
+        "Gespräch 3": {"x-art-conversation": "Gespräch 3".encode("latin-1"), "authorization": key},
+        "会話 100%": {"authorization": f"{key}:会話 100%".encode()},
+    }
+    async with standing(tmp_path, ScriptedBackend(), feedback=METRICS) as gateway:
+        for name, head in heads.items():
+            sent = [(field, value.encode() if isinstance(value, str) else value) for field, value in head.items()]
+            assert (await gateway.http.post("/v1/chat/completions", json=body, headers=sent)).status_code == 200
+            await rated(gateway, {"metric_name": "solved", "value": True, "episode_id": name})
+    assert [each.metadata["conversation"] for each in written(tmp_path)] == list(heads)
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [

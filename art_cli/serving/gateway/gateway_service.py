@@ -114,7 +114,7 @@ class NamedConversations:
         headers = Headers(scope=scope)
         _, name = self._clients.split(WIRES.key(scope["path"], headers))
         if name and CONVERSATION_HEADER not in headers:
-            header = (CONVERSATION_HEADER.lower().encode(), quote(name, errors="replace").encode())
+            header = (CONVERSATION_HEADER.lower().encode(), quote(name.encode("latin-1")).encode())
             scope = {**scope, "headers": [*scope["headers"], header]}
         await self._app(scope, receive, send)
 
