@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from art_cli.config.compose import LoadedConfig
+from art_cli.config.key_locations import show
 from art_cli.config.schema import EvalConfig, ImproveConfig, ScenariosConfig
 from art_cli.judges.source_judges import make_judges
 from art_cli.loop import evaluate
@@ -25,7 +26,7 @@ from art_cli.loop.stage_policy import find_policy, open_policy
 from art_cli.loop.train import train
 from art_cli.rollouts.scenario_files import RunScenarios, load_scenarios
 from art_cli.runs.durable import lock_directory, read_object, write_file, write_lines
-from art_cli.runs.manifest import digest_of, read_manifest
+from art_cli.runs.manifest import digest_of, read_manifest, verify_checkpoint
 from art_cli.runs.run_checkpoints import choose, fork, run_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import Canary, Served, changing, read_served, write_served
@@ -38,6 +39,7 @@ from art_cli.runtime.errors import (
     Interrupted,
     Paused,
     RunError,
+    UncertainCheckpoint,
     UsageError,
     one_line,
 )
@@ -197,23 +199,32 @@ async def _improve(loaded: LoadedConfig, nights: Nights, mirror: Mirror | NoMirr
 def roll_back(run: Path) -> Served:
     """Ends a canary, and serves the checkpoint that was promoted before, if there is one, also while a night trains.
 
-    The next `improve` ends the night under way. Raises RunError if there is neither.
+    A checkpoint whose files are gone is passed over. The next `improve` ends the night under way. Raises RunError if
+    there is neither, and CheckpointError if no earlier checkpoint is left.
     """
+    _check_begun(RunDir(run))
     with changing(run):
         served = read_served(run)
         if served is None or not (served.previous or served.canary):
             raise RunError(f"{run}: nothing was promoted, and there is no canary, so there is no way back")
-        *previous, last = served.previous or [served.checkpoint]
+        previous = [*(served.previous or [served.checkpoint])]
+        while len(previous) > 1 and not (run / previous[-1]).is_dir():
+            log.warning("%s: not there any more; the one before it answers", run / previous.pop())
+        last = previous.pop()
         served = Served(last, _digest(run / last), previous)
         write_served(run, served)
         return served
 
 
 def directories(loaded: LoadedConfig) -> list[Path]:
-    """Returns the gateway directories that `improve.traffic` names."""
+    """Returns the gateway directories that `improve.traffic` names. Raises UsageError for one that is not there."""
     config, section = loaded.config, _section(loaded)
     own = config.gateway.directory or config.runs / config.name / "gateway"
-    return [loaded.directory / each.expanduser() for each in section.traffic or [own]]
+    found = [loaded.directory / each.expanduser() for each in section.traffic or [own]]
+    for path in found:
+        if section.traffic and not path.is_dir():
+            raise UsageError(f"improve.traffic: {path}: no such directory")
+    return found
 
 
 # --- the parts of a night ---------------------------------------------------------------------------------------------
@@ -256,13 +267,16 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
             f"{gateway.rotate_s:g} s old (gateway.rotate_s), at {gateway.rotate_mb:g} MB (gateway.rotate_mb), and when "
             "it stops"
         )
+        read = ", ".join(map(show, directories(loaded)))
         return (
-            f"{len(traffic.scenarios)} new scenarios in {traffic.num_conversations} conversations; a night needs "
-            f"{config.min_scenarios} (improve.min_scenarios){unwritten if num else ''}"
+            f"{len(traffic.scenarios)} new scenarios in {traffic.num_conversations} conversations of {read}; a night "
+            f"needs {config.min_scenarios} (improve.min_scenarios){unwritten if num else ''}"
         )
     num_held_out = min(max(1, round(len(traffic.scenarios) * config.held_out)), len(traffic.scenarios) - 1)
     training, held_out = traffic.scenarios[:-num_held_out], traffic.scenarios[-num_held_out:]
     number, num_own = known[-1].number + 1 if known else 1, round(len(training) * config.rehearsal)
+    while (nights.root / f"night_{number:04d}" / "run").exists():  # its report was removed
+        number += 1
     own = RunScenarios(loaded.config, loaded.directory).training
     ids = {str(scenario["id"]) for scenario in traffic.scenarios}
     start = (number - 1) * num_own
@@ -480,7 +494,9 @@ def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
         trial.since, test.promoted.num, test.promoted.mean, test.candidate.num, test.candidate.mean, test.num_capped
     )
     hours = (time.time() - trial.since) / 3600
-    if test.verdict == "better":
+    if damage := _damage(nights.run / night.candidate):
+        night.outcome, night.reason = "rolled back", f"it cannot be loaded any more: {damage}"
+    elif test.verdict == "better":
         night.outcome, night.reason = "promoted", "its feedback is better"
     elif test.verdict == "worse":
         night.outcome, night.reason = "rolled back", "its feedback is worse"
@@ -499,6 +515,17 @@ def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
                 raise RunError(f"{nights.run}: art improve --rollback came between; run art improve again")
             write_served(nights.run, after)
     nights.write(night)
+
+
+def _damage(checkpoint: Path) -> str:
+    """Returns why a checkpoint cannot be loaded, "" if it can. Raises UncertainCheckpoint if it may be whole."""
+    try:
+        verify_checkpoint(checkpoint)
+    except UncertainCheckpoint:
+        raise
+    except CheckpointError as error:
+        return one_line(error)
+    return ""
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -18,14 +18,15 @@ import pytest
 
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.loop.nights.canary_test import Rating
-from art_cli.loop.nights.night import GateResult, Night, Nights, Trial, _gated_sets, _start, improve, roll_back
+from art_cli.loop.nights.night import GateResult, Night, Nights, Trial, _begin, _gated_sets, _start, improve, roll_back
+from art_cli.loop.nights.traffic import Traffic
 from art_cli.runs.durable import lock_directory, read_lines, write_lines
 from art_cli.runs.feedback import FeedbackEntry
 from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import Served, read_served, write_served
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import ConfigError, RunError, UsageError
+from art_cli.runtime.errors import CheckpointError, ConfigError, RunError, UsageError
 from tests.support.paths import LETTERS
 
 KEY = "sk-ann-0123456789"
@@ -317,8 +318,8 @@ def gated(tmp_path: Path) -> LoadedConfig:
     project = Project(tmp_path / "letters")
     night = _night(1, candidate=CANDIDATE, gates=[GateResult("traffic", "reward>=0", True)])
     for step, path in enumerate((BASELINE, CANDIDATE)):
-        with new_checkpoint(project.root / path, Manifest(step=step, base="nothing", config_hash="")):
-            pass
+        with new_checkpoint(project.root / path, Manifest(step=step, base="nothing", config_hash="")) as directory:
+            (directory / "adapter.txt").write_text("nothing")
     Nights(project.root).write(night)
     write_served(project.root, Served(BASELINE, ""))
     return load_config(project.directory / "config.yaml", [])
@@ -399,6 +400,45 @@ def test_a_night_trains_a_promising_candidate_on(gated: LoadedConfig, candidate:
     night.outcome = "promoted"
     assert _start(nights, [night], Served(CANDIDATE, "", [BASELINE])) == CANDIDATE
     assert not Trial(1.0, num_promoted=1, promoted=0.0, num_candidate=1, candidate=1.0).is_promising
+
+
+def test_a_candidate_whose_files_are_gone_is_not_promoted(gated: LoadedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ratings = [Rating(number % 2 == 1, float(number % 2), f"key {number}") for number in range(100)]
+    look(gated)
+    shutil.rmtree(gated.config.runs / "letters/nights/night_0001/run")
+    monkeypatch.setattr("art_cli.loop.nights.night.read_ratings", lambda *_, **__: ratings)
+    night, served = look(gated)
+    assert (night.outcome, served) == ("rolled back", Served(BASELINE, "")) and "no manifest.json" in night.reason
+
+
+def test_a_night_whose_report_was_removed_is_not_taken_for_the_next_one(
+    gated: LoadedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run has learned from other scenarios, and its checkpoint may be served."""
+    nights, asked = Nights(gated.config.runs / "letters"), [{"id": word, "ask": word} for word in WORDS]
+    (nights.path(1) / "night.json").unlink()
+    monkeypatch.setattr("art_cli.loop.nights.night.read_traffic", lambda *_, **__: Traffic([], 12, asked))
+    night = _begin(gated, nights, nights.all(), Served(BASELINE, ""))
+    assert isinstance(night, Night) and night.number == 2
+
+
+def test_a_rollback_passes_over_checkpoints_that_are_gone(gated: LoadedConfig, tmp_path: Path) -> None:
+    root = gated.config.runs / "letters"
+    write_served(root, Served(CANDIDATE, "", [BASELINE, "nights/night_0000/run/checkpoints/step_0001"]))
+    assert roll_back(root) == Served(BASELINE, "")
+    write_served(root, Served(CANDIDATE, "", ["nights/night_0000/run/checkpoints/step_0001"]))
+    with pytest.raises(CheckpointError, match=r"step_0001: no manifest\.json"):
+        roll_back(root)
+    with pytest.raises(RunError, match="no checkpoint"):
+        roll_back(tmp_path / "typo")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_traffic_that_is_not_there_is_named(gated: LoadedConfig) -> None:
+    shutil.rmtree(gated.config.runs / "letters/nights")
+    assert f"0 conversations of {gated.config.runs}/letters/gateway" in asyncio.run(improve(gated)).text
+    with pytest.raises(UsageError, match=r"improve\.traffic: .*nowhere: no such directory"):
+        asyncio.run(improve(load_config(gated.path, ["improve.traffic=[nowhere]"])))
 
 
 def test_a_rollback_needs_no_wait_for_a_night_whose_candidate_is_then_never_served(gated: LoadedConfig) -> None:
