@@ -22,10 +22,11 @@ from art_cli.loop.decide import decide_engine
 from art_cli.loop.nights.canary_test import CanaryTest
 from art_cli.loop.nights.traffic import count_unwritten, read_ratings, read_traffic
 from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.record import find_clash
 from art_cli.loop.stage_policy import find_policy, open_policy
 from art_cli.loop.train import train
 from art_cli.rollouts.scenario_files import RunScenarios, load_scenarios
-from art_cli.runs.durable import lock_directory, read_object, write_file, write_lines
+from art_cli.runs.durable import lock_directory, read_object, remove, write_file, write_lines
 from art_cli.runs.manifest import digest_of, read_manifest, verify_checkpoint
 from art_cli.runs.run_checkpoints import choose, fork, run_of
 from art_cli.runs.run_dir import RunDir
@@ -346,16 +347,20 @@ def _end_if_stale(night: Night, served: Served | None) -> None:
 
 
 async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
-    """Trains in a run of its own."""
+    """Trains in a run of its own. Training begins anew if the configuration has changed since a kill or a failure."""
     config, directory = _section(loaded), nights.path(night.number)
     start = nights.run / (night.start or night.baseline)
     run, first = RunDir(directory / "run"), read_manifest(start).step
+    own = _night_config(loaded, directory, steps=first + config.steps)
+    if find_clash(run, own):
+        log.warning("night %d trains anew, because the configuration has changed", night.number)
+        remove(run.root)
     if not run.root.exists():
         source = run_of(start)
         if source is None:
             raise CheckpointError(f"{start}: not in a run")
         fork(source, run.root, step=first)
-    result = await train(_night_config(loaded, directory, steps=first + config.steps))
+    result = await train(own)
     lines = [line.metrics for line in run.metrics() if line.split == "train" and line.step >= first]
     num_updates, num, num_failed = (
         round(sum(line.get(name, 0.0) for line in lines)) for name in ("num_updates", "num_trajectories", "num_failed")

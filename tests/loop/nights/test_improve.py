@@ -1,6 +1,7 @@
 """`art improve` from end to end: a gateway of its own process, real clients, training, gates, canary and verdict."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.loop.nights.canary_test import Rating
 from art_cli.loop.nights.night import GateResult, Night, Nights, Trial, _begin, _gated_sets, _start, improve, roll_back
 from art_cli.loop.nights.traffic import Traffic
+from art_cli.loop.record import claim_config
 from art_cli.runs.durable import lock_directory, read_lines, write_lines
 from art_cli.runs.feedback import FeedbackEntry
 from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
@@ -68,7 +69,7 @@ class Project:
     def improve(self, *words: str) -> Any:
         return json.loads(self.art("improve", "--json", *words))
 
-    @contextmanager
+    @contextlib.contextmanager
     def gateway(self) -> Iterator["Clients"]:
         command = [sys.executable, "-m", "art_cli", "gateway", "config.yaml", "--follow", "--port", "0", "--json"]
         environment = {**os.environ, "ART_API_KEY": KEY}
@@ -420,6 +421,27 @@ def test_a_night_whose_report_was_removed_is_not_taken_for_the_next_one(
     monkeypatch.setattr("art_cli.loop.nights.night.read_traffic", lambda *_, **__: Traffic([], 12, asked))
     night = _begin(gated, nights, nights.all(), Served(BASELINE, ""))
     assert isinstance(night, Night) and night.number == 2
+
+
+def test_a_night_whose_configuration_changes_while_it_trains_trains_anew(
+    gated: LoadedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a setting that made the training fail can be corrected. Without a change the training goes on."""
+    nights = Nights(gated.config.runs / "letters")
+    nights.write(_night(1))
+    kept = []
+
+    async def train(loaded: LoadedConfig) -> None:
+        run = RunDir(loaded.config.runs / "run")
+        kept.append(run.config_path.exists())
+        claim_config(run, loaded)
+        raise CheckpointError("does not fit this model")
+
+    monkeypatch.setattr("art_cli.loop.nights.night.train", train)
+    for changes in (["model.lora.rank=8"], ["model.lora.rank=8"], []):
+        with contextlib.suppress(CheckpointError):
+            asyncio.run(improve(load_config(gated.path, changes)))
+    assert kept == [False, True, False]
 
 
 def test_a_rollback_passes_over_checkpoints_that_are_gone(gated: LoadedConfig, tmp_path: Path) -> None:
