@@ -75,14 +75,16 @@ def run(
 
 
 def _answer_by_feedback(labels: "PersonLabels | RunLabels", scored: Path, metric: str) -> None:
-    """Raises UsageError for a run, and if no two attempts of a group were rated."""
+    """Raises UsageError for a run, for a metric without ratings, and if no two attempts of a group were rated."""
     from art_cli.judges.files.person_labels import PersonLabels
-    from art_cli.runs.feedback import latest, rating
+    from art_cli.runs.feedback import FEEDBACK_FILE, latest, rating
 
     if not isinstance(labels, PersonLabels):
         raise UsageError("--feedback: name the scored file of conversations that art gateway recorded")
     ratings = {id: rating(entries, metric) for id, entries in latest(scored.parent).items()}
     known = {id: value for id, value in ratings.items() if value is not None}
+    if not known:
+        raise UsageError(f"--feedback: {scored.parent / FEEDBACK_FILE} has no rating of {metric!r}")
     if not labels.answer_by(known) and not labels.num_asked:
         raise UsageError(
             f"--feedback: {len(known)} attempts have {metric!r}, and no two of a group; nothing is compared"

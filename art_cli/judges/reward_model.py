@@ -18,11 +18,11 @@ from art_cli.chat.control_tokens import controls_of
 from art_cli.config.sections.judge_config import RewardModelJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.judge_text import clean
-from art_cli.models.base_source import hide_progress_bars
+from art_cli.models.base_source import find_on_hub, hide_progress_bars
 from art_cli.models.device import pick_device
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.trajectory import Json, Score, Trajectory
-from art_cli.runtime.errors import JudgeError, JudgeStopped, describe
+from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError, describe
 
 MIN_STEM = 32  # common first tokens of a group from which computing them once pays
 
@@ -34,6 +34,7 @@ class RewardModelJudge(Judge):
         self.config, self._directory = config, directory
         self._turn, self._computing = asyncio.Lock(), threading.Lock()  # waiting groups occupy no thread
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
+        self._failure: JudgeStopped | None = None  # of loading; other groups wait for the model, and do not try again
         self._digest: str | None = None
 
     @property
@@ -120,20 +121,28 @@ class RewardModelJudge(Judge):
         return chosen.sigmoid() if self.config.activation == "sigmoid" else chosen
 
     def _load(self) -> tuple[Any, Any]:
-        """Loads the model on first use. Raises JudgeStopped on failure."""
+        """Loads the model on first use. Raises JudgeStopped on failure, then for every group."""
         if self._loaded is not None:
             return self._loaded
+        if self._failure is not None:
+            raise self._failure
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         hide_progress_bars()
         beside = self._directory / self.config.model
         name = str(beside) if beside.is_dir() else self.config.model
         try:
+            if not beside.is_dir():
+                find_on_hub(name, f"judge.model: {name}")
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=False)
+        except UsageError as error:
+            self._failure = JudgeStopped(str(error))
+            raise self._failure from error
         except (OSError, ValueError) as error:
             line = " ".join(str(error).split())[:300]
-            raise JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}") from error
+            self._failure = JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}")
+            raise self._failure from error
         tokenizer.truncation_side = "left"  # keep the end of the conversation
         tokenizer.padding_side = "right"  # padding after the rest leaves its positions as they are
         if tokenizer.pad_token_id is None:

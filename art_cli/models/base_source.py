@@ -67,11 +67,14 @@ def require_base(base: str, named: str | None) -> None:
     if Path(base).is_dir():
         check_base(Path(base), named)
     else:
-        _find_on_hub(base, named)
+        find_on_hub(base, named)
 
 
-def _find_on_hub(base: str, named: str | None) -> None:
-    """Asks the hub once, unless the base is cached, because loading would retry for minutes."""
+def find_on_hub(base: str, named: str | None) -> None:
+    """Asks the hub once, unless the model is cached, because loading would retry for minutes.
+
+    Raises UsageError if the hub does not have the model, or cannot be reached.
+    """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -236,9 +236,12 @@ def describe(error: BaseException) -> str:
 
 
 def one_line(error: BaseException, *, limit: int = 200) -> str:
-    """Returns the first line of an exception's message, cut to `limit` characters; the type name for empty messages."""
-    lines = message_of(error).strip().splitlines()
-    return printable(lines[0] if lines else type(error).__name__, limit=limit)
+    """Returns the first line of an exception's message, cut to `limit` characters; the type name for empty messages.
+
+    A line that ends in a colon only announces the next one, which is returned too.
+    """
+    lines = message_of(error).strip().splitlines() or [type(error).__name__]
+    return printable(" ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1])), limit=limit)
 
 
 def first_sentence(text: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from art_cli.cli.app import run
-from art_cli.runs.durable import LineWriter
+from art_cli.runs.durable import LineWriter, write_lines
+from art_cli.runs.feedback import FeedbackEntry
 from art_cli.runs.trajectory import ScoredTrajectory
 from tests.cli.test_terminal import STEERING, is_quiet
 from tests.support.processes import forked
@@ -152,3 +153,20 @@ def test_the_report_and_json_ask_nothing_and_without_a_terminal_nothing_is_asked
     assert run(["label", str(tmp_path / "none.jsonl"), "--report"]) == 2
     done = forked.run(["label", scored], timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--report" in done.stderr
+
+
+def test_ratings_of_a_metric_that_no_attempt_has_are_refused_also_if_there_are_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scored = write_scored(tmp_path / "scored.jsonl")
+    ratings = [
+        FeedbackEntry(
+            id=f"f{index}", at=0.0, client="key 1", conversation=f"g0-{index}", metric="thumbs", value=index > 0
+        )
+        for index in range(3)
+    ]
+    write_lines(tmp_path / "feedback.jsonl", ratings)
+    assert run(["label", str(scored), "--feedback", "thumbs"]) == 0
+    assert capsys.readouterr().out.startswith("labels    3 of 18 pairs")
+    assert run(["label", str(scored), "--feedback", "thumbz"]) == 2
+    assert "feedback.jsonl has no rating of 'thumbz'" in capsys.readouterr().err

@@ -146,6 +146,26 @@ async def test_a_reward_model_that_is_not_there_stops_and_a_label_that_is_not_th
         await score(reward_model, rated([0.1]), label=5)
 
 
+async def test_the_hub_is_asked_once_for_a_reward_model_that_it_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading would retry for half a minute, for every group."""
+    asked = []
+
+    def model_info(self: object, name: str, **_: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    judge = make_judge(RewardModelJudgeConfig(name="reward_model", model="no-such-model"), tmp_path)
+    for _ in range(3):
+        with pytest.raises(
+            JudgeStopped, match=r"judge\.model: no-such-model is no directory here, and the hub could not"
+        ):
+            await judge.judge(rated([0.1]))
+    assert asked == ["no-such-model"]
+
+
 async def test_code_that_a_reward_model_brings_is_never_run(
     reward_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

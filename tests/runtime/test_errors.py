@@ -58,3 +58,10 @@ def test_the_docstring_has_the_rooms_that_raise_each_exception() -> None:
     assert everywhere == {name for name, each in _listed().items() if each.rooms == {"everywhere"}}
     others = {name: each.rooms for name, each in _listed().items() if name not in everywhere and name != "ArtError"}
     assert others == {name: rooms[name] for name in others}
+
+
+def test_a_line_that_only_announces_the_next_one_is_returned_with_it() -> None:
+    told = "Error(s) in loading state_dict for Model:\n\tsize mismatch for a.weight: 4 and 16\n\tsize mismatch for b"
+    assert errors.one_line(ValueError(told)).endswith("for Model: size mismatch for a.weight: 4 and 16")
+    assert errors.one_line(ValueError("first\nsecond")) == "first"
+    assert errors.one_line(ValueError(":")) == ":" and errors.one_line(ValueError()) == "ValueError"
