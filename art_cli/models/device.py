@@ -1,14 +1,22 @@
 """The torch device named in a configuration; its memory: allocator settings, size and peak usage."""
 
+from __future__ import annotations
+
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from art_cli.models.weights import Weights
 from art_cli.runtime import gpus
 from art_cli.runtime.allocator import memory_size
-from art_cli.runtime.errors import UsageError
+from art_cli.runtime.errors import UsageError, one_line
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
 
 
 def pick_device(device: str, named: str = "learner.device") -> str:
@@ -53,17 +61,28 @@ def idle_gpu() -> str:
     return gpus.idle_gpu(torch.__version__, torch.version.cuda, reason, gpus.driver())
 
 
-def grow_segments() -> None:
+def grow_segments(device: torch.device) -> None:
     """Makes GPU memory segments expandable, so freed memory does not leave fragments between steps.
 
     This is set per process instead of in PYTORCH_ALLOC_CONF, because vLLM, which inherits the environment, captures
     CUDA graphs that do not support expandable segments. User settings in the environment take precedence.
+
+    One allocation tries the segments, because not every GPU supports them: virtual GPUs and Jetsons
+    (https://github.com/unslothai/unsloth/issues/1446), and some cards under WSL with drivers before 615
+    (https://github.com/pytorch/pytorch/issues/192330). There every allocation would fail.
     """
     import torch
 
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        older: Any = torch.cuda.memory._set_allocator_settings  # in torch 2.9
-        getattr(torch._C, "_accelerator_setAllocatorSettings", older)("expandable_segments:True")
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    older: Any = torch.cuda.memory._set_allocator_settings  # in torch 2.9
+    set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", older)
+    set_allocator("expandable_segments:True")
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        set_allocator("expandable_segments:False")
+        log.info("GPU memory: segments that do not grow, because of: %s", one_line(error))
 
 
 def memory_there(weights: Weights) -> float:

@@ -58,7 +58,7 @@ def load_weights(
     if target.type == "cpu":
         keep_freed_memory()
     else:
-        grow_segments()
+        grow_segments(target)
     name = resolve_dtype(config, base, device=device, named=named).name
     with loading(base, named):
         dtype = getattr(torch, name)

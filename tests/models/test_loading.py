@@ -58,6 +58,23 @@ def test_a_gpus_blocks_grow_in_this_process_only_and_a_users_own_setting_wins(
     if name is not None:
         monkeypatch.setenv(name, "max_split_size_mb:512")
     before = dict(os.environ)
-    grow_segments()
+    grow_segments(torch.device("cpu"))
     assert asked == (["expandable_segments:True"] if name is None else [])
     assert dict(os.environ) == before
+
+
+def test_a_gpu_whose_blocks_cannot_grow_keeps_blocks_of_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual GPU refuses the first allocation with growing blocks, and every later one."""
+
+    def empty(*shape: int, device: torch.device) -> torch.Tensor:
+        if asked[-1] == "expandable_segments:True":
+            raise RuntimeError("CUDA driver error: operation not supported")
+        return torch.zeros(shape)
+
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.setattr(torch, "empty", empty)
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    grow_segments(torch.device("cuda"))
+    assert asked == ["expandable_segments:True", "expandable_segments:False"]

@@ -87,7 +87,7 @@ class FlexAttention:
                 out = self.attend(query, key, value, mask, scale)
             torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
             if out.is_cuda:
-                torch.cuda.synchronize()  # kernel failures surface only after the kernel has run
+                torch.cuda.synchronize(out.device)  # kernel failures surface only after the kernel has run
             self.works = True
         except Exception as error:  # boundary to the compiler, its toolchain and the kernel
             if is_out_of_memory(error):

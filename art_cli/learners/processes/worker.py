@@ -165,7 +165,7 @@ def make_learner(job: "Job") -> "TorchLearner":
     device = device_of(job.learner.device)
     join(device, COLLECTIVE_DEADLINE_S)
     if device.type == "cuda":
-        grow_segments()
+        grow_segments(device)
     # loaded on the CPU, so the GPU never holds more than one layer plus its shard
     weights = load_weights(job.model, job.base, device="cpu", seed=job.train.seed)
     mesh = make_mesh(device, nodes=job.learner.nodes if job.learner.shard == "node" else 1)
