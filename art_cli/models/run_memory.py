@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 GIB = 2.0**30
 GPU_TOKENS = 8192  # default pack length on a GPU
 MAX_SHARE = 0.9  # on a GPU used by vLLM alone
+# On a GPU without a learner. If less is free, vLLM refuses to start before it loads weights, so that it takes no memory
+# from the programs there, such as another server's vLLM.
+LEAST_SHARE = 0.3
 BESIDE_SHARE = 0.45  # on a GPU whose learner works concurrently, if its steps' memory is unknown
 CONTEXT = 0.5 * GIB  # CUDA's kernels and stack, per process and GPU (an estimate)
 RESERVE = 1.0 * GIB  # for growth after vLLM has taken its share: NCCL, fragments (an estimate)

@@ -68,7 +68,9 @@ class Fake:
         self.logs = directory / "logs"
         self.python = directory / "python"
         self.python.write_text(
-            f'#!/bin/sh\nshift 2\necho $$ > {directory}/pid\nexec "{sys.executable}" "{fake_vllm.__file__}" "$@"\n'
+            "#!/bin/sh\n"
+            "[ $1 = -c ] && exit 1\n"  # the question for a GPU's memory
+            f'shift 2\necho $$ > {directory}/pid\nexec "{sys.executable}" "{fake_vllm.__file__}" "$@"\n'
         )
         self.python.chmod(0o755)
 
@@ -264,6 +266,31 @@ def test_the_share_is_what_the_fullest_of_its_gpus_has_free(tmp_path: Path) -> N
     python.write_text("#!/bin/sh\nexit 1\n")
     assert arguments.free_share(python, 1, {}) is None
     assert arguments.free_share(tmp_path / "nowhere", 1, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("free", "device", "sleep", "share"),
+    [
+        (0.9, None, 0, 0.9),
+        (0.81, None, 0, 0.81),  # a desktop's windows are on the GPU too
+        (0.81, "cuda:1", 0, 0.81),
+        (0.05, None, 0, 0.3),  # of a GPU that another vLLM fills: this one refuses to start
+        (0.05, "cuda:0", 1, 0.05),
+        (0.81, "cuda:0", 1, 0.81),
+        (0.81, "cuda:0", 0, 0.45),
+        (None, None, 0, 0.9),
+    ],
+)
+def test_the_share_follows_what_is_free_with_a_learner_and_without(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, free: float | None, device: str | None, sleep: int, share: float
+) -> None:
+    """vLLM refuses a share of more than is free (v1/worker/utils.py request_memory)."""
+    monkeypatch.setattr(arguments, "has_gpu", lambda inherited: True)
+    monkeypatch.setattr(arguments, "free_share", lambda python, num, environment: free)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    model = msgspec.structs.replace(MODEL, learner_device=device)
+    owned = server.OwnServer(fake.config(sleep=sleep), model, name="policy", log=fake.logs / "vllm.log")
+    assert owned._free_share() == share
 
 
 def test_the_users_share_wins_and_a_cpu_has_none() -> None:

@@ -36,7 +36,7 @@ from art_cli.engines.vllm.control import Control, Refused, Unreachable
 from art_cli.engines.vllm.log_cause import find_cause
 from art_cli.models.base_files import find_files
 from art_cli.models.policy_spec import PolicySpec
-from art_cli.models.run_memory import BESIDE_SHARE, MAX_SHARE
+from art_cli.models.run_memory import BESIDE_SHARE, LEAST_SHARE, MAX_SHARE
 from art_cli.runs.durable import write_file
 from art_cli.runtime import threads
 from art_cli.runtime.errors import EngineError, UsageError
@@ -165,16 +165,17 @@ class OwnServer:
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
 
     def _free_share(self) -> float:
-        """Returns vLLM's GPU memory share: all that the learner leaves if both use the same GPU."""
+        """Returns vLLM's GPU memory share: all that the learner and other programs leave free."""
         config, model = self._config, self._model
-        if not arguments.shares_gpu(config, model.learner_device, model.learner_gpus, os.environ):
-            return MAX_SHARE
         found = arguments.free_share(self._python, arguments.num_gpus(config), {**child_environment(), **config.env})
         if found is None:
             log.warning("vllm: the torch of %s does not report the memory of a GPU", self._python)
             return MAX_SHARE
-        found = min(found, MAX_SHARE if self.sleep_level else BESIDE_SHARE)
-        log.info("vllm: gpu-memory-utilization %.3f, of what the learner leaves free", found)
+        if not arguments.shares_gpu(config, model.learner_device, model.learner_gpus, os.environ):
+            found = max(found, LEAST_SHARE)
+        elif not self.sleep_level:
+            found = min(found, BESIDE_SHARE)
+        log.info("vllm: gpu-memory-utilization %.3f, of what is free on the GPU", found)
         return found
 
     async def _start_at(self, port: int) -> bool:
