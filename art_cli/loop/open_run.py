@@ -98,7 +98,7 @@ async def open_run(claim: Claim, *, resume_hint: str | None = None) -> AsyncIter
         startup.reached("data")
         decided = decide(claim.loaded, files, startup)
         loaded, config = decided.loaded, decided.loaded.config
-        policy, weights = _load_policy(decided)
+        policy, weights = read_policy(decided)
         startup.reached("model")
         learner = make_learner(config, weights or policy, directory=loaded.directory, logs=files.logs)
         if learner.payer is not None:
@@ -192,7 +192,7 @@ def _check_prices(loaded: LoadedConfig, payers: Sequence[Payer]) -> None:
 # --- the policy -------------------------------------------------------------------------------------------------------
 
 
-def _load_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None]:
+def read_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None]:
     """Returns the policy's spec, and its weights if this process needs them; (None, None) if the engine brings its
     model."""
     config, base = decided.loaded.config, decided.base

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from art_cli.cli.preflight.model_checks import check_tokens
+from art_cli.cli.preflight.model_checks import check_tokens, open_model
 from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.cli.preflight.rollout_checks import _sampling_note
 from art_cli.config.compose import load_config
+from art_cli.learners.processes.workers import ParallelLearner
 from art_cli.loop import trial_update
 from art_cli.loop.trial_update import Cost, estimate, second_length
+from art_cli.models.policy_spec import PolicySpec
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.runs.intervals import share_interval
 from art_cli.runs.trajectory import Trajectory, Turn
@@ -170,6 +172,24 @@ def test_the_engines_tokens_are_held_to_the_mean_that_training_is(tmp_path: Path
     played = [Trajectory(id="t", group_id="g", group_size=1, index=0, turns=[sampled])]
     found = check_tokens(opened, SourcePart("", loaded, played=played))
     assert found.is_good == passes and "2.0e-01 at most" in found.message
+
+
+def test_the_weights_are_not_loaded_here_if_other_processes_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several GPUs may hold a model that one GPU, where this process would put it, cannot."""
+
+    def load_policy(*given: Any) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("art_cli.loop.open_run.load_policy", load_policy)
+    loaded = load_config(LETTERS / "config.yaml", ["engine=vllm", "learner=torch", "learner.processes=2"])
+    opened, found = open_model(Opened(loaded, tmp_path))
+    assert found.is_good and "tokens of context, on cpu in 2 processes of its own" in found.message
+    assert opened.weights is None and opened.tokenizer.chat_template
+    assert isinstance(opened.policy, PolicySpec) and opened.policy.learner_gpus == 2
+    assert isinstance(opened.learner, ParallelLearner)
+    opened.learner.close()
 
 
 ZERO = """

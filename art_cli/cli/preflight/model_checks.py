@@ -14,16 +14,18 @@ from typing import Any
 from art_cli.cli import Finding
 from art_cli.cli.preflight.opened import Opened, SourcePart
 from art_cli.config.schema import TinkerEngineConfig
-from art_cli.learners import Learner, has_own_weights, load_policy, make_learner
+from art_cli.engines import engine_traits
+from art_cli.learners import Learner, describe_processes, has_own_weights, make_learner
 from art_cli.loop import trial_update
-from art_cli.loop.decide import decide_by_base, read_sizes
+from art_cli.loop.decide import Decided, decide_by_base, read_sizes
 from art_cli.loop.engine_choice import Machine
 from art_cli.loop.gpu_fit import describe_use, find_misfit, gpu_use
+from art_cli.loop.open_run import read_policy
 from art_cli.models.base_source import find_base
 from art_cli.models.device import memory_there
 from art_cli.models.model_shape import read_shape
-from art_cli.models.policy_spec import read_spec, spec_of
-from art_cli.models.tokenizer import load_tokenizer
+from art_cli.models.policy_spec import read_spec
+from art_cli.models.tokenizer import load_tokenizer, templated_tokenizer
 from art_cli.models.weights import count_parameters
 from art_cli.runs.trajectory import Turn, prompt, sequence
 
@@ -34,7 +36,7 @@ FIRST_STEP = 10  # time of the first step in forward passes: 3 for the step, the
 
 
 def open_model(opened: Opened) -> tuple[Opened, Finding]:
-    """Loads the weights and creates the learner."""
+    """Loads the weights, unless other processes do, and creates the learner."""
     loaded, directory = opened.loaded, opened.loaded.directory
     name = loaded.config.model.base
     if not loaded.config.engine.can_train:
@@ -52,19 +54,22 @@ def open_model(opened: Opened) -> tuple[Opened, Finding]:
             return opened, Finding("model", False, misfit.problem, cure)
         note = describe_use(gpu_use(config, *sized, os.environ), sized[0])
     log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, _size(base))
-    weights = load_policy(config, base)
+    policy, weights = read_policy(Decided(loaded, engine_traits(config.engine, loaded.directory), base))
+    assert policy is not None, "the engine does not bring its model"
     # A second epoch or a second node would show nothing new.
     once = config.train.model_copy(update={"epochs_per_step": 1})
     alone = config.learner.model_copy(update={"nodes": 1}) if config.learner.nodes > 1 else config.learner
     config = config.model_copy(update={"train": once, "learner": alone})
-    learner = make_learner(config, weights, directory=directory)
-    size = count_parameters(weights.model)
-    message = (
-        f"{name}: {size.whole / 1e6:.1f}M parameters, {size.trained / 1e6:.2f}M trained, "
-        f"{weights.max_length} tokens of context, on {weights.device}{note}"
-    )
-    model = {"weights": weights, "policy": spec_of(weights), "tokenizer": weights.tokenizer, "learner": learner}
-    return replace(opened, **model), Finding("model", True, message)
+    learner = make_learner(config, weights or policy, directory=directory)
+    where = f"{policy.max_length} tokens of context, on {policy.learner_device}"
+    if weights is None:
+        tokenizer: Any = templated_tokenizer(config.model, base)
+        message = f"{name}: {where} in {describe_processes(config)}"
+    else:
+        tokenizer, size = weights.tokenizer, count_parameters(weights.model)
+        message = f"{name}: {size.whole / 1e6:.1f}M parameters, {size.trained / 1e6:.2f}M trained, {where}"
+    opened = replace(opened, weights=weights, policy=policy, tokenizer=tokenizer, learner=learner)
+    return opened, Finding("model", True, f"{message}{note}")
 
 
 def _open_remote(opened: Opened, engine: TinkerEngineConfig, base: str) -> tuple[Opened, Finding]:
@@ -159,7 +164,7 @@ def check_disk(opened: Opened, part: SourcePart) -> Finding:
     config = part.loaded.config
     checkpoint = opened.scratch / "checkpoint"
     checkpoint.mkdir()
-    if opened.weights is not None:  # otherwise a server stores the checkpoints
+    if config.learner.weights != "server":  # a server stores its own checkpoints
         opened.learner.save(checkpoint)
     one = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     first = part.played[0]

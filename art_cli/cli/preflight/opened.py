@@ -20,7 +20,7 @@ class Opened:
     scratch: Path
     asks_judge: bool = True  # False with --no-judge
     asked: set[str] = field(default_factory=set)  # judges that were asked; sources may share a judge
-    weights: Weights | None = None  # None for weights on a server
+    weights: Weights | None = None  # None if neither engine nor learner computes in this process
     policy: PolicySpec | None = None
     tokenizer: Any = None
     learner: Learner | None = None
