@@ -89,6 +89,11 @@ class Judge:
         """
         return ""
 
+    async def open(self) -> None:
+        """Loads a model for the judge's GPU, before an engine takes the memory that is free there. Optional: `judge`
+        loads what is missing. Raises JudgeError.
+        """
+
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """Returns a verdict for every trajectory id. An empty group gives an empty mapping. Raises JudgeError."""
         raise NotImplementedError

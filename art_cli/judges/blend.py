@@ -68,6 +68,10 @@ class SeveralJudges(Judge):
     def lacks_value(self, trajectory: Trajectory) -> bool:
         return any(judge.lacks_value(trajectory) for judge in self.judges.values())
 
+    async def open(self) -> None:
+        for judge in self.judges.values():
+            await judge.open()
+
     async def close(self) -> None:
         for judge in self.judges.values():
             await judge.close()

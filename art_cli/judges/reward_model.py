@@ -1,13 +1,14 @@
 """RewardModelJudge: a local sequence-classification model scores each conversation with one output.
 
 The model sees the attempt's main conversation, rendered with the tokenizer's chat template. It is loaded for the first
-group and runs in a thread, in batches sorted by length. A decoder computes a group's common first tokens once. Remote
-model code never runs. torch and transformers are imported lazily.
+group, or by `open` on a machine with a GPU, and runs in a thread, in batches sorted by length. A decoder computes a
+group's common first tokens once. Remote model code never runs. torch and transformers are imported lazily.
 """
 
 import asyncio
 import copy
 import inspect
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from art_cli.models.base_source import find_on_hub, hide_progress_bars
 from art_cli.models.device import pick_device
 from art_cli.runs.manifest import hash_files
 from art_cli.runs.trajectory import Json, Score, Trajectory
+from art_cli.runtime import gpus
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError, describe
 
 MIN_STEM = 32  # common first tokens of a group from which computing them once pays
@@ -49,6 +51,11 @@ class RewardModelJudge(Judge):
             path = self._directory / self.config.model
             self._digest = make_key(model=hash_files(path)) if path.is_dir() else ""
         return self._digest
+
+    async def open(self) -> None:
+        """Loads the model if it may use a GPU. Raises JudgeStopped if loading fails."""
+        if self.config.device != "cpu" and gpus.has_gpu(os.environ):
+            await asyncio.to_thread(self._load)
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """Returns the selected output as reward. Raises JudgeError for non-finite scores, JudgeStopped if loading
@@ -121,7 +128,7 @@ class RewardModelJudge(Judge):
         return chosen.sigmoid() if self.config.activation == "sigmoid" else chosen
 
     def _load(self) -> tuple[Any, Any]:
-        """Loads the model on first use. Raises JudgeStopped on failure, then for every group."""
+        """Loads the model, once. Raises JudgeStopped on failure, then for every group."""
         if self._loaded is not None:
             return self._loaded
         if self._failure is not None:
@@ -136,10 +143,11 @@ class RewardModelJudge(Judge):
                 find_on_hub(name, f"judge.model: {name}")
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=False)
+            model = model.to(pick_device(self.config.device, "judge.device")).eval()
         except UsageError as error:
             self._failure = JudgeStopped(str(error))
             raise self._failure from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the GPU has too little memory
             line = " ".join(str(error).split())[:300]
             self._failure = JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}")
             raise self._failure from error
@@ -148,7 +156,7 @@ class RewardModelJudge(Judge):
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id  # the model locates each row's last token with this id
-        self._loaded = (model.to(pick_device(self.config.device, "judge.device")).eval(), tokenizer)
+        self._loaded = model, tokenizer
         return self._loaded
 
     async def close(self) -> None:

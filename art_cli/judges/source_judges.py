@@ -37,6 +37,10 @@ class SourceJudges(Judge):
     def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
         return self.of(group).estimate(group)
 
+    async def open(self) -> None:
+        for judge in self._each:
+            await judge.open()
+
     async def close(self) -> None:
         for judge in self._each:
             await judge.close()

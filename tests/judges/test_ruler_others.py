@@ -24,7 +24,9 @@ from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, Rule
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE
 from art_cli.judges import costs, make_judge, trial
 from art_cli.judges.costs import find_price
+from art_cli.judges.reward_model import RewardModelJudge
 from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.runtime import gpus
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from tests.support.judges.judge_server import Conduct, JudgeServer
 from tests.support.judges.ruler_cases import SYSTEM, attempt, rated
@@ -134,6 +136,27 @@ async def test_of_a_conversation_that_is_too_long_the_end_counts(reward_model: P
     ]
     one, other = await score(reward_model, tails, max_length=100)
     assert one == pytest.approx(other, abs=1e-6)
+
+
+async def test_a_reward_model_is_loaded_on_opening_where_an_engine_would_take_the_gpus_memory(
+    reward_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and in a blend. Without a GPU, and with device=cpu, the first group loads it."""
+
+    async def is_loaded(**settings: Any) -> bool:
+        config = RewardModelJudgeConfig(name="reward_model", model=reward_model.name, **settings)
+        blend = BlendJudgeConfig(name="blend", blend={"own": 1.0}, judges={"own": config})
+        alone, among = make_judge(config, reward_model.parent), make_judge(blend, reward_model.parent)
+        await alone.open()
+        await among.open()
+        assert all(isinstance(each, RewardModelJudge) for each in (alone, *among.parts))
+        found = {each._loaded is not None for each in (alone, *among.parts)}  # type: ignore[attr-defined]
+        return found == {True}
+
+    monkeypatch.setattr(gpus, "has_gpu", lambda environment: False)
+    assert not await is_loaded()
+    monkeypatch.setattr(gpus, "has_gpu", lambda environment: True)
+    assert await is_loaded() and not await is_loaded(device="cpu")
 
 
 async def test_a_reward_model_that_is_not_there_stops_and_a_label_that_is_not_there_too(
@@ -320,8 +343,10 @@ from pathlib import Path
 from tests.support.judges.judge_server import Conduct, JudgeServer
 from tests.support.judges.ruler_cases import rated
 from art_cli.config.schema import RulerJudgeConfig
+from art_cli.runtime import gpus
 from art_cli.runtime.errors import JudgeError, JudgeStopped
 from art_cli.judges.costs import find_price
+from art_cli.judges.reward_model import RewardModelJudge
 from art_cli.judges.ruler.ruler_judge import RulerJudge
 
 async def main():
