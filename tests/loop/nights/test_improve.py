@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +27,7 @@ from art_cli.runs.served import Served, read_served, write_served
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import CheckpointError, ConfigError, RunError, UsageError
 from tests.support.paths import LETTERS
+from tests.support.processes import forked
 
 KEY = "sk-ann-0123456789"
 SETTINGS = """
@@ -61,8 +60,7 @@ class Project:
         (directory / "traffic.py").write_text(TRAFFIC)
 
     def art(self, *words: str, code: int = 0) -> str:
-        command = [sys.executable, "-m", "art_cli", words[0], "config.yaml", *words[1:]]
-        done = subprocess.run(command, cwd=self.directory, capture_output=True, text=True, timeout=300)
+        done = forked.run([words[0], "config.yaml", *words[1:]], cwd=self.directory, timeout=300)
         assert done.returncode == code, done.stderr
         return done.stdout if code == 0 else done.stderr
 
@@ -71,11 +69,9 @@ class Project:
 
     @contextlib.contextmanager
     def gateway(self) -> Iterator["Clients"]:
-        command = [sys.executable, "-m", "art_cli", "gateway", "config.yaml", "--follow", "--port", "0", "--json"]
+        words = ["gateway", "config.yaml", "--follow", "--port", "0", "--json"]
         environment = {**os.environ, "ART_API_KEY": KEY}
-        with subprocess.Popen(
-            command, cwd=self.directory, stdout=subprocess.PIPE, text=True, env=environment
-        ) as process:
+        with forked.Forked(words, cwd=self.directory, stdout=forked.PIPE, env=environment) as process:
             try:
                 assert process.stdout is not None
                 url = json.loads(process.stdout.readline())["url"]
@@ -191,12 +187,12 @@ def filled(project: Project, tmp_path: Path) -> Project:
 @pytest.mark.slow
 def test_a_night_that_is_killed_at_any_instant_resumes(filled: Project) -> None:
     draw = random.Random(0)
-    command = [sys.executable, "-m", "art_cli", "improve", "config.yaml"]
-    for _ in range(6):
-        process = subprocess.Popen(command, cwd=filled.directory, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        time.sleep(draw.uniform(2, 7))
-        process.kill()
-        process.wait()
+    for _ in range(4):
+        with forked.Forked(
+            ["improve", "config.yaml"], cwd=filled.directory, stdout=forked.DEVNULL, stderr=forked.DEVNULL
+        ) as process:
+            time.sleep(draw.uniform(0, 3))
+            process.kill()
         served = read_served(filled.root)
         assert served is None or served.canary is None or filled.improve("--history")["nights"][0]["gates"]
     night = filled.improve()["night"]
