@@ -217,7 +217,6 @@ field_names = st.sampled_from(
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
 @given(st.sampled_from(["chat", "text"]), st.dictionaries(field_names, json_values, max_size=4))
 def test_any_json_object_is_a_request_or_a_400(kind: Any, fields: dict[str, Any]) -> None:
     """Property: parsing returns a Request that can be written down, or raises ChatError(400), nothing else."""

@@ -234,14 +234,12 @@ def streamed_replies(draw: st.DrawFn) -> tuple[Any, bytes]:
     return meaning, _sse(chunks) + b"data: [DONE]\n\n"
 
 
-@settings(max_examples=300)
 @given(whole_replies())
 async def test_an_odd_whole_reply_is_read_as_it_is_meant(drawn: tuple[Any, bytes]) -> None:
     meaning, body = drawn
     assert _meaning(await _ask(HttpBackend, body, is_stream=False)) == tuple(meaning)
 
 
-@settings(max_examples=300)
 @given(streamed_replies())
 async def test_an_odd_streamed_reply_is_read_as_it_is_meant(drawn: tuple[Any, bytes]) -> None:
     meaning, body = drawn
@@ -281,7 +279,6 @@ def anthropic_replies(draw: st.DrawFn) -> tuple[Any, bytes, bytes]:
     return meaning, json.dumps(whole).encode(), _sse(events)
 
 
-@settings(max_examples=200)
 @given(anthropic_replies())
 async def test_an_odd_reply_of_anthropics_protocol_is_read_as_it_is_meant(drawn: tuple[Any, bytes, bytes]) -> None:
     meaning, whole, streamed = drawn
@@ -292,7 +289,6 @@ async def test_an_odd_reply_of_anthropics_protocol_is_read_as_it_is_meant(drawn:
 ODD = st.sampled_from([None, "", 0, -1, 1.5, True, [], {}, "text", [None], [{}], {"a": None}, 10**30, ["x"]])
 
 
-@settings(max_examples=400)
 @given(st.data())
 async def test_any_field_of_any_kind_is_read_or_refused_with_502(data: st.DataObject) -> None:
     """One field, drawn from the whole body, is anything at all. No client sees an internal error for it."""

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.chat import reading
@@ -14,7 +14,6 @@ STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?$)', re.DOTALL)
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
 @given(st.lists(st.sampled_from([b'"', b"\\", b"a", b"[", b"]", b",", b":"]), max_size=24), st.integers(2, 30))
 def test_strings_are_left_out_wherever_the_slices_end(parts: list[bytes], size: int) -> None:
     """Property: for any bytes and any slice, what is outside of strings is what one regular expression leaves."""

@@ -132,7 +132,6 @@ def test_text_that_is_no_call_stays_content(syntax: Any, text: str) -> None:
     assert message["tool_calls"] == []
 
 
-@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(TEXTS)),
     st.lists(st.sampled_from(["<think>", "</think>", "{", "[", "a", "\n", " ", "<", "[TOOL", "é", "<|"]), max_size=4),
@@ -215,7 +214,7 @@ ENDS = {"xml": ("</parameter><parameter=", "</parameter></function></tool_call>"
         "glm": ("</arg_value><arg_key>", "</arg_value></tool_call>")}  # fmt: skip
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(QUOTES)),
     st.lists(st.sampled_from([*MARKS, "a", " b ", '"', "\\", "{", "}]", "é"]), min_size=1, max_size=4),

@@ -59,7 +59,7 @@ ENCODERS = {name: TextEncoder(tokenizer) for name, tokenizer in TOKENIZERS.items
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=3))
 def test_the_tokens_are_those_of_the_whole_text(name: str, texts: list[str]) -> None:
     """This also holds for repeated texts and for continued texts."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.engines.embedded.attention import MAX_PAIRS, MIN_SHARED, Costs, _attend_normed, plan_chunk_runs, plan_runs
@@ -26,7 +26,6 @@ slot_lists = st.lists(
 )  # (distance to the slot before, length, tokens shared with it)
 
 
-@settings(max_examples=200)
 @given(slot_lists)
 def test_every_decoding_slot_is_in_one_run_that_reads_all_it_needs(rows: list[tuple[int, int, int]]) -> None:
     slots = np.cumsum([distance for distance, _, _ in rows]) - 1
@@ -68,7 +67,6 @@ chunk_lists = st.lists(
 )  # (distance to the slot before, tokens before the chunk, tokens in it)
 
 
-@settings(max_examples=200)
 @given(chunk_lists)
 def test_every_chunk_is_in_one_run_at_its_own_positions(rows: list[tuple[int, int, int]]) -> None:
     slots = np.cumsum([distance for distance, _, _ in rows]) - 1

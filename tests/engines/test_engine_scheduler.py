@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.engines.embedded.scheduler import Scheduler, StepPlan, TokenSequence
@@ -166,7 +166,6 @@ class Play:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
 @given(actions, st.integers(1, 6), st.sampled_from([3, 16, 64]), st.sampled_from([256, 400, 700, 5000]))
 def test_every_sequence_ends_as_if_it_were_alone(
     todo: list[tuple[str, Any, Any]], max_slots: int, prefill_tokens: int, max_tokens: int

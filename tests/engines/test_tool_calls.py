@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.chat.chat_errors import ChatError
@@ -137,7 +137,6 @@ fragments = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
 @given(fragments, st.lists(st.integers(0, 200), max_size=8), st.booleans(), st.booleans())
 def test_a_message_is_the_same_however_its_text_is_cut_up(
     parts: list[str], cuts: list[int], has_tools: bool, has_thinking: bool
@@ -245,7 +244,6 @@ def test_an_error_of_the_template_is_the_clients_error() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
 @given(st.text(max_size=20), st.lists(st.integers(0, 80), max_size=6))
 def test_no_piece_of_text_ends_inside_a_character(text: str, cuts: list[int]) -> None:
     """The tokens are single bytes: every character beyond ASCII takes two to four of them."""
@@ -269,7 +267,6 @@ def test_special_tokens_are_no_text_and_tool_tags_are() -> None:
     assert VOCABULARY.decode(encode("<|im_start|>a<tool_call>b<|im_end|>")) == "a<tool_call>b"
 
 
-@settings(max_examples=300)
 @given(
     st.text("abc", max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -626,7 +626,7 @@ values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.dictionaries(st.sampled_from(["messages", "request", "response", "turns", "nodes", "task", "rewards", "epoch",
        "target", "traceId", "type", "id", "observations", "name", "metadata", "input", "output"]), values, max_size=8),
        st.sampled_from([None, *READ]))  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.judges.costs import Usage
@@ -179,7 +179,6 @@ def test_ten_thousand_mutated_verdicts_are_refused_or_say_what_they_say(seed: in
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
 @given(
     st.text()
     | st.recursive(

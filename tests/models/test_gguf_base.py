@@ -323,7 +323,7 @@ def test_more_layers_than_the_tensors_can_be_are_refused_before_anything_is_buil
     assert checked(path.read_bytes(), path) is None
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(4, len(HEADER) - 1), st.binary(min_size=1, max_size=24))
 @pytest.mark.usefixtures("tracing")
 def test_no_damage_does_more_than_a_refusal(tmp_path: Path, at: int, noise: bytes) -> None:

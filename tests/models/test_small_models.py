@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.engines.embedded.call_syntax import find_syntax
@@ -57,7 +57,6 @@ def test_a_word_is_the_same_token_behind_a_space_and_behind_a_quote() -> None:
     assert all(TOKENIZER.encode(text).count(word) == 1 for text in ("for lunch", '"lunch"', "\nlunch"))
 
 
-@settings(max_examples=200)
 @given(text=st.text(max_size=60))
 def test_any_text_goes_through_the_tokenizer_and_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text

@@ -47,19 +47,16 @@ def reference_move(board: str, direction: str) -> tuple[str, int]:
     return "".join(str(cell.bit_length() - 1) if cell else "0" for cell in cells), score
 
 
-@settings(max_examples=400)
 @given(board=BOARDS, direction=st.sampled_from(game.MOVES))
 def test_a_move_is_what_tiles_do_one_cell_at_a_time(board: str, direction: str) -> None:
     assert game.move(board, direction) == reference_move(board, direction)
 
 
-@settings(max_examples=100)
 @given(board=BOARDS)
 def test_legal_moves_are_those_that_change_something(board: str) -> None:
     assert game.legal_moves(board) == [way for way in STEPS if reference_move(board, way)[0] != board]
 
 
-@settings(max_examples=100)
 @given(board=BOARDS.filter(lambda board: "0" in board), seed=st.integers())
 def test_one_tile_comes_on_a_free_cell(board: str, seed: int) -> None:
     after = game.add_tile(board, random.Random(seed))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.judges.email_search_rule import scores
@@ -44,7 +44,6 @@ def test_a_search_finds_the_emails_that_have_all_of_its_words() -> None:
         assert set(found) <= expected and len(found) == min(len(expected), RECIPE.inbox.NUM_HITS), words
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     query=st.text(max_size=40) | st.sampled_from(['"', "a OR b", "NEAR(a b)", "sender:Ada", "Ada*", "-", "\0", "^x"])
 )

@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.chat.replies import Choice, Reply
@@ -60,7 +60,6 @@ def calls(draw: st.DrawFn) -> list[tuple[list[int], list[list[int]]]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
 @given(calls())
 def test_every_turn_reproduces_exactly_what_was_sent_and_sampled(made: list[tuple[list[int], list[list[int]]]]) -> None:
     """Property: prompt() and sequence() of each turn equal the call's ids, and no earlier turn shares more tokens.

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.runs.history import UpdateNumbers, read_updates
@@ -136,7 +136,6 @@ def test_the_names_and_numbers_are_read_from_the_metrics() -> None:
 value = st.floats(-1e15, 1e15) | st.sampled_from([0.0, 1e-300, -1.0, 1.0, 1e-9, 1.1e-9])
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(value, min_size=6, max_size=6), min_size=1, max_size=40), st.booleans())
 def test_no_metrics_line_makes_it_fail(rows: list[list[float]], has_levels: bool) -> None:
     kinds = ("", ".reward", ".correlation", ".std", ".reward_std", ".num")
