@@ -37,7 +37,13 @@ LONGEST = (
     "test_nodes.py",
     "test_parallel_learner.py",
     "test_vllm_serve.py",
+    "test_improve.py",
     "test_agents.py",
+    "test_page.py",
+    "test_prompt_search.py",
+    "test_stages.py",
+    "test_kill.py",
+    "test_plan.py",
 )
 
 
