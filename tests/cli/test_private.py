@@ -89,6 +89,7 @@ def test_nothing_of_a_run_is_readable_by_others(stages: tuple[Path, Path]) -> No
     assert readable_by_others(out) == []
 
 
+@pytest.mark.slow
 def test_no_key_of_the_environment_is_in_a_file_of_a_run(stages: tuple[Path, Path]) -> None:
     """Nor its base64 in any alignment, nor its hexadecimal digits."""
     forms = [base64.b64encode(b"x" * shift + CANARY.encode())[4:-4] for shift in range(3)]

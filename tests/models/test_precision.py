@@ -156,6 +156,7 @@ def test_a_resumed_run_keeps_its_dtype(halves: RunDir) -> None:
     assert recorded(halves, 2) == ("bfloat16", "this CPU has AMX", "bfloat16")
 
 
+@pytest.mark.slow
 def test_a_run_whose_record_is_lost_keeps_the_dtype_of_its_checkpoints(halves: RunDir, no_amx: None) -> None:
     text = halves.config_path.read_text()
     halves.config_path.unlink()
@@ -178,6 +179,7 @@ def test_eval_plays_a_checkpoint_and_its_base_in_their_dtype(halves: RunDir, no_
         assert weights.dtype == torch.float32
 
 
+@pytest.mark.slow
 async def test_serve_samples_in_the_runs_dtype(halves: RunDir, no_amx: None, tmp_path: Path) -> None:
     loader = Loader(engine_config("embedded", {}, {}), logs=tmp_path)
     engine: Any = await loader.make(find_source(str(halves.root)))
