@@ -1,6 +1,5 @@
 """The learner in several processes: the gradient is that of one, and a dead process ends the run at once."""
 
-import contextlib
 import functools
 import os
 import signal
@@ -41,8 +40,6 @@ from art_cli.learners.processes.workers import ParallelLearner, Watchdog, Worker
 from art_cli.learners.torch_learner import TorchLearner
 from art_cli.models.loading import load_weights
 from art_cli.runs.durable import read_lines
-from art_cli.runs.manifest import verify_checkpoint
-from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
 from art_cli.runtime.errors import DriftError, LearnerError
 from art_cli.runtime.processes.process_calls import Advance, Heartbeat, Returned
@@ -50,10 +47,8 @@ from tests.learners.test_streams import NAMES, STREAMS
 from tests.learners.test_user_algorithm import MINE
 from tests.letters.build import build
 from tests.support.models.warm_up import warm_up
-from tests.support.paths import LETTERS, ROOT
-from tests.support.processes import forked
+from tests.support.paths import ROOT
 from tests.support.processes.process_table import is_alive
-from tests.support.processes.waiting import wait_until
 from tests.support.records.trees import sampled, samples_of, scored, turn, turn_trees
 
 ADAPTER, MODEL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
@@ -282,34 +277,6 @@ def test_the_first_batch_is_compared_in_all_processes(base: Path, workers: Worke
         assert "packs hold against plain rows" in (workers.logs / f"learner_{rank}.log").read_text()
 
 
-@pytest.mark.slow
-def test_packs_with_a_wrong_gradient_lose_in_all_processes(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows from the first batch on, with the gradient of one process that is right."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import pytest\n"
-        "from tests.learners.test_packing_check import break_backward\n"
-        "break_backward(pytest.MonkeyPatch())\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    workers = Workers(2, logs=tmp_path / "logs")
-    try:
-        one, two = alone(job(base)), ParallelLearner(job(base), workers)
-        start, groups = started(base, tmp_path), played(base)
-        one.load(start)
-        two.load(start)
-        one.step(groups)
-        metrics = two.step(groups)
-        first, second = saved(one, tmp_path / "one"), saved(two, tmp_path / "two")
-    finally:
-        workers.close()
-    for rank in range(2):
-        assert "packs do not hold against plain rows" in (tmp_path / "logs" / f"learner_{rank}.log").read_text()
-    assert metrics.tokens_computed == metrics.tokens_flat
-    assert distance(first / MOMENTS, second / MOMENTS, kind=":exp_avg") < 1e-5
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -408,6 +375,39 @@ def test_every_sample_is_dealt_once_and_every_process_runs_as_many_packs(
     assert duration(packs) <= duration(pack_samples(samples, budget=budget, share=share))
 
 
+# --- the last steps of the shared processes ---------------------------------------------------------------------------
+
+BREAK = f"""
+import os, sys
+import pytest
+sys.path.append({str(ROOT)!r})
+if "RANK" in os.environ:
+    from tests.learners.test_packing_check import break_backward
+    break_backward(pytest.MonkeyPatch())
+"""
+
+
+@pytest.mark.slow
+def test_packs_with_a_wrong_gradient_lose_in_all_processes(base: Path, workers: Workers, tmp_path: Path) -> None:
+    """Rows from the first batch on, with the gradient of one process that is right.
+
+    The algorithm's file breaks the packs of the processes that read it, for as long as they live.
+    """
+    (base / "broken.py").write_text(BREAK + MINE)
+    right, wrong = (job(base, loss=AlgorithmConfig(entry=f"{name}.py:Mine")) for name in ("mine", "broken"))
+    one, two = alone(right), ParallelLearner(wrong, workers)
+    start, groups = started(base, tmp_path), played(base)
+    one.load(start)
+    two.load(start)
+    one.step(groups)
+    metrics = two.step(groups)
+    for rank in range(2):
+        assert "packs do not hold against plain rows" in (workers.logs / f"learner_{rank}.log").read_text()
+    assert metrics.tokens_computed == metrics.tokens_flat
+    first, second = saved(one, tmp_path / "one"), saved(two, tmp_path / "two")
+    assert distance(first / MOMENTS, second / MOMENTS, kind=":exp_avg") < 1e-5
+
+
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
@@ -436,38 +436,6 @@ def test_a_killed_process_ends_the_others_and_says_so(base: Path, workers: Worke
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)
     learner.close()
-
-
-class Run:
-    """`art train` on tests/letters as a child, with a learner of two processes."""
-
-    def __init__(self, runs: Path) -> None:
-        self.files = RunDir(runs / "letters")
-        settings = ("learner=torch", "learner.processes=2", "engine=embedded", "train.steps=3", "eval=null")
-        self.command = ["train", LETTERS / "config.yaml", f"runs={runs}", *settings]
-
-    @contextlib.contextmanager
-    def started(self) -> Iterator[forked.Forked]:
-        with forked.Forked(self.command, stdout=forked.PIPE, stderr=forked.PIPE) as child:
-            try:
-                yield child
-            finally:
-                child.kill()
-
-    def learner_pid(self, rank: int) -> int:
-        """Of the process whose logs lie in this run, by what the system knows of it."""
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                command, environment = (place / "cmdline").read_bytes(), (place / "environ").read_bytes()
-            except OSError:
-                continue
-            words = command.split(b"\0")
-            is_ours = (
-                str(self.files.logs.resolve()).encode() in words and b"art_cli.learners.processes.launcher" not in words
-            )
-            if is_ours and f"RANK={rank}".encode() in environment.split(b"\0"):
-                return int(place.name)
-        raise AssertionError(f"no process of rank {rank}")
 
 
 @pytest.mark.slow
@@ -550,43 +518,3 @@ def test_time_in_which_the_owner_was_stopped_itself_does_not_count() -> None:
     watchdog = Watchdog(["process 0"], 60.0, clock)
     clock.now += 10_000
     assert watchdog.problem() is None
-
-
-@pytest.mark.slow
-def test_a_run_whose_learner_loses_a_process_ends_loudly_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    """Rank 1 is stopped while the second step is sampled and killed when the other waits for it in that step.
-
-    The same command takes that step; then the run itself is killed outright, and its learner's processes end.
-    """
-    run = Run(tmp_path)
-
-    def taken() -> list[int]:
-        return [line.step for line in run.files.metrics() if line.split == "train"]
-
-    with run.started() as child:
-        wait_until(taken, while_running=child)
-        victim = run.learner_pid(1)
-        os.kill(victim, signal.SIGSTOP)
-        wait_until(lambda: len(run.files.scored(1)) == 12, while_running=child)
-        os.kill(victim, signal.SIGKILL)
-        begin = time.monotonic()
-        _, said = child.communicate(timeout=240)
-        assert time.monotonic() - begin < 30
-        assert child.returncode == 1
-    assert "error: learner process 1 of 2 died (killed by SIGKILL)" in said
-    assert "run the same command again" in said
-    assert [verify_checkpoint(run.files.checkpoint_path(step)).step for step in (0, 1)] == [0, 1]
-    with pytest.raises(AssertionError, match="no process"):
-        run.learner_pid(0)
-
-    with run.started() as child:
-        wait_until(lambda: len(taken()) == 2, while_running=child)
-        pids = [run.learner_pid(rank) for rank in (0, 1)]
-        child.kill()
-        child.communicate(timeout=240)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
-    train = [line for line in run.files.metrics() if line.split == "train"]
-    assert [line.step for line in train][:2] == [0, 1]
-    assert all(line.metrics["probe_gap"] < 1e-3 and line.metrics["num_updates"] == 1 for line in train)
-    trajectories = [t.id for step in range(2) for t in run.files.trajectories(step)]
-    assert len(trajectories) == len(set(trajectories)) == 24
