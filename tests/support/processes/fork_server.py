@@ -20,6 +20,7 @@ import tempfile
 from importlib import import_module
 from typing import NamedTuple
 
+import openai.resources.chat.completions  # noqa: F401
 import peft  # noqa: F401
 import transformers  # noqa: F401
 
@@ -27,7 +28,10 @@ from art_cli.cli import app as cli  # noqa: F401
 from art_cli.config import compose  # noqa: F401
 from art_cli.engines.embedded import embedded_engine as engine  # noqa: F401
 from art_cli.learners import torch_learner  # noqa: F401
-from art_cli.loop import train  # noqa: F401
+from art_cli.loop import evaluate, train  # noqa: F401
+from art_cli.loop.nights import night  # noqa: F401
+from art_cli.serving import serve_service  # noqa: F401
+from art_cli.serving.gateway import gateway_service  # noqa: F401
 
 MAX_BYTES = 2**17  # longest message; it is mostly the environment
 NUM_STREAMS = 3

@@ -1,4 +1,4 @@
-"""`art` as a process of its own, forked from one that has torch and transformers: without five seconds of imports.
+"""`art` as a process of its own, forked from one that has torch, transformers and openai: without seconds of imports.
 
 Its code, directory, environment, streams, signals and exit are those of `python -m art_cli`. What a test says about
 imports, about the first instants of a process or about a terminal needs that command itself; so does a variable that
