@@ -7,24 +7,29 @@ import asyncio
 import json
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from tests.support.models.tool_clients import MODEL, PLACE, TOOLS, art_serve, converse, demo, is_right, teach
+from tests.support.models.tool_clients import MODEL, PLACE, TOOLS, converse, demo, is_right, teach
 from tests.support.others.node import clients as install_node_client
 from tests.support.others.real_agents import PYTHON, has
+from tests.support.servers.serving import art_serve
 
 KEY = "the-key-of-this-test"
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What `art serve` is told to serve."""
+    return f"{MODEL}={teach(tmp_path_factory.mktemp('taught'), [demo(TOOLS)]).root}"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    place: Path = tmp_path_factory.mktemp("taught")
-    async with art_serve(teach(place, [demo(TOOLS)]).root, KEY, "--engine", "embedded") as (_, url):
+async def url(served: str) -> AsyncIterator[str]:
+    async with art_serve(served, "--engine", "embedded", key=KEY) as (_, url):
         yield url
 
 
@@ -42,10 +47,10 @@ async def test_a_client_gets_the_call_then_the_streamed_answer_and_401_with_anot
 
 @pytest.mark.agents
 @pytest.mark.skipif(not has("openenv"), reason="no openenv in .venv-agents: make test-agents")
-async def test_openenv_finds_that_what_is_served_can_be_trained_on(tmp_path: Path) -> None:
+async def test_openenv_finds_that_what_is_served_can_be_trained_on(served: str) -> None:
     """It asks for token ids and logprobs, and whether these change with the temperature as those sampled from do."""
     options = ("--engine", "embedded", "--logprobs-mode", "processed_logprobs")
-    async with art_serve(teach(tmp_path, [demo(TOOLS)]).root, KEY, *options) as (_, url):
+    async with art_serve(served, *options, key=KEY) as (_, url):
         command = (str(PYTHON), str(PLACE / "openenv_validate.py"), url, MODEL, KEY)
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
         out, _ = await asyncio.wait_for(process.communicate(), 120)

@@ -4,15 +4,13 @@ ART_FUZZ sets the number of malformed requests: `ART_FUZZ=100000 pytest tests/se
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import re
-import signal
 import sys
-from asyncio.subprocess import PIPE, Process, create_subprocess_exec
+from asyncio.subprocess import PIPE, create_subprocess_exec
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,30 +20,16 @@ from art_cli.rollouts.rollout_gateway import Gateway
 from tests.support.attacks.malformed import PATHS, RICH, Malformed, malformed, post
 from tests.support.servers.openapi import describe
 from tests.support.servers.served import make_run
+from tests.support.servers.serving import art_serve
 from tests.support.standins.scripted import Engine
 from tests.support.standins.template_backend import TemplateBackend
 
-NUM_REQUESTS = int(os.environ.get("ART_FUZZ", "900"))
+NUM_REQUESTS = int(os.environ.get("ART_FUZZ", "450"))
 NUM_CONNECTIONS = 16
 ANSWER_S = 30.0
 PART_S = 0.2  # what is not whole need not be answered
 MAX_GROWTH_MIB = 24  # of a process that holds 500; a leak of 1 KiB a request is 98 in 100,000
 KEY = "the-key"
-
-
-@contextlib.asynccontextmanager
-async def art_serve(root: Path, *options: str) -> AsyncIterator[tuple[Process, str]]:
-    """The command as a process; its process and the address without /v1."""
-    command = [sys.executable, "-m", "art_cli", "serve", str(root), "--port", "0", "--json", *options]
-    process = await create_subprocess_exec(*command, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL)
-    try:
-        assert process.stdout
-        line = await asyncio.wait_for(process.stdout.readline(), 120)
-        yield process, json.loads(line)["url"].removesuffix("/v1")
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.wait(), 240)
 
 
 def resident_mib(pid: int) -> float:
@@ -94,7 +78,8 @@ async def test_malformed_requests_are_refused_and_cost_nothing(tmp_path: Path) -
     """Two thirds to warm up, then memory must stay where it is; the process lives, and answers what is well-formed."""
     run = make_run(tmp_path / "mine", (1,))
     requests = malformed(seed=1)
-    async with art_serve(run.root, "--max-body", "1") as (process, root):
+    async with art_serve(run.root, "--max-body", "1") as (process, url):
+        root = url.removesuffix("/v1")
         statuses = await bombard(root, requests, 2 * NUM_REQUESTS // 3)
         before = resident_mib(process.pid)
         statuses += await bombard(root, requests, NUM_REQUESTS - 2 * NUM_REQUESTS // 3)
@@ -135,11 +120,11 @@ async def test_schemathesis_finds_nothing_in_the_servers_description(tmp_path: P
     run.config_path.write_text(json.dumps(config))
     keys = tmp_path / "keys"
     keys.write_text(KEY)
-    async with art_serve(run.root, "--api-key-file", str(keys)) as (process, root):
+    async with art_serve(run.root, "--api-key-file", str(keys)) as (process, url):
         description = tmp_path / "openapi.json"
         description.write_text(json.dumps(describe(["mine"])))
-        command = [f"{Path(sys.executable).parent}/st", "run", str(description), "--url", root, "--no-color"]
-        command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]
+        command = [f"{Path(sys.executable).parent}/st", "run", str(description), "--url", url.removesuffix("/v1")]
+        command += ["--no-color", "--checks", "all", "--exclude-checks", "positive_data_acceptance"]
         command += ["-H", f"Authorization: Bearer {KEY}", "--max-examples", "3", "--seed", "1"]
         st = await create_subprocess_exec(*command, stdout=PIPE, stderr=asyncio.subprocess.STDOUT, cwd=tmp_path)
         out, _ = await asyncio.wait_for(st.communicate(), 240)

@@ -7,11 +7,9 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -22,6 +20,7 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import UsageError
 from art_cli.serving.serve_service import Limits, Service
 from art_cli.serving.served_policies import Policies
+from tests.support.processes import forked
 from tests.support.servers.served import ScriptedLoader
 from tests.support.servers.serving import (
     JSON,
@@ -115,13 +114,13 @@ async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_pa
     keys = ["environment-key-0123", "filekey", "wrong-key-0123"]
     (tmp_path / "keys").write_text(keys[1])
     routes = routes_of(Service(Policies([]), keys=Keys(), limits=Limits()))
-    command = [sys.executable, "-m", "art_cli", "--verbose", "serve", str(run.root), "--host", "0.0.0.0", "--port", "0"]
-    command += ["--engine", "embedded", "--json", "--api-key-file", str(tmp_path / "keys")]
-    pipe, environment = asyncio.subprocess.PIPE, {**os.environ, "ART_API_KEY": keys[0]}
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=environment)
+    words = ["--verbose", "serve", run.root, "--host", "0.0.0.0", "--port", "0"]
+    words += ["--engine", "embedded", "--json", "--api-key-file", tmp_path / "keys"]
+    environment = os.environ | {"ART_API_KEY": keys[0]}
+    process = forked.Forked(words, stdout=forked.PIPE, stderr=forked.PIPE, env=environment)
     try:
         assert process.stdout
-        line = await asyncio.wait_for(process.stdout.readline(), 120)
+        line = process.stdout.readline()
         root = json.loads(line)["url"].removesuffix("/v1")
         async with httpx.AsyncClient(base_url=root) as http:
             for key in keys:
@@ -138,9 +137,9 @@ async def test_no_key_is_in_anything_that_the_command_writes(run: RunDir, tmp_pa
             await say(ai, "mine", max_tokens=2)
     finally:
         process.terminate()
-        out, err = await asyncio.wait_for(process.communicate(), 240)
+        out, err = process.communicate(240)
     assert process.returncode == 0
-    written = (line + out + err).decode()
+    written = line + out + err
     assert written.count("POST /v1/completions 401") == 1 + 3 * len(ways_to_send(""))
     assert written.count("GET /v1/models/* 401") == 2 * len(keys)
     assert written.count("GET /*/v1/models 401") == len(keys)
@@ -283,6 +282,8 @@ async def test_errors_of_paths_that_two_protocols_have_are_in_the_clients_own() 
                     assert theirs.json()["type"] == "error" and set(theirs.json()["error"]) == {"type", "message"}, path
                     assert "type" not in ours.json() and "code" in ours.json()["error"], path
             assert num_errors > 8
+        import anthropic  # takes seconds, and no other test here needs it
+
         async with anthropic.AsyncAnthropic(base_url=root, api_key=key, max_retries=0) as client:
             with pytest.raises(anthropic.NotFoundError) as caught:
                 await client.models.retrieve("nope")

@@ -7,7 +7,6 @@ transformers and PEFT, which compute it from the files.
 import asyncio
 import json
 import signal
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,15 +28,15 @@ from tests.support.models.tool_clients import (
     QUESTION,
     TOOLS,
     add_changed,
-    art_serve,
     converse,
     demo,
     is_right,
     teach,
 )
 from tests.support.others.real_vllm import MARKS, OPTIONS
+from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import until
-from tests.support.servers.serving import number
+from tests.support.servers.serving import art_serve, number
 
 pytestmark = MARKS
 
@@ -54,7 +53,7 @@ COLOR = {
 class Served(NamedTuple):
     """The server, what it serves, and where it logs."""
 
-    process: Process
+    process: Forked
     url: str
     run: RunDir
     log: Path
@@ -86,7 +85,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     run, log = teach(place, [demo(TOOLS)]), place / "serve.log"
     with log.open("wb") as file:
         async with (
-            art_serve(run.root, KEY, *OPTIONS, "--follow", log=file.fileno()) as (process, url),
+            art_serve(f"{MODEL}={run.root}", *OPTIONS, "--follow", key=KEY, log=file.fileno()) as (process, url),
             openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as ai,
         ):
             yield Served(process, url, run, log, ai)
@@ -244,12 +243,12 @@ async def listen(served: Served, asked: dict[str, Any], heard: list[str]) -> Non
         heard.append("".join([chunk.choices[0].text async for chunk in stream if chunk.choices]))
 
 
-async def long_request(served: Served) -> dict[str, Any]:
-    """One whose answer is of some hundred tokens: seconds."""
+async def long_request(served: Served, num: int = 300) -> dict[str, Any]:
+    """One whose answer is of at least so many tokens, and at most twice as many: 300 take seconds."""
     for seed in range(100):
-        asked = {"model": MODEL, "prompt": "abc", "seed": seed, "temperature": 2.0, "max_tokens": 600}
+        asked = {"model": MODEL, "prompt": "abc", "seed": seed, "temperature": 2.0, "max_tokens": 2 * num}
         reply = await served.ai.completions.create(**asked)
-        if reply.usage.completion_tokens >= 300:
+        if reply.usage.completion_tokens >= num:
             return asked
     raise AssertionError("they all end early")
 
@@ -257,11 +256,11 @@ async def long_request(served: Served) -> dict[str, Any]:
 async def test_following_changes_adapters_and_drops_nothing(served: Served) -> None:
     """Three clients ask and one streams without a pause; each answer is one checkpoint's, each client's old before new.
 
-    The streams are of hundreds of tokens, so one of them begins before the change and ends after it.
+    The streams are of a hundred tokens and more, so one of them begins before the change and ends after it.
     """
     said: list[list[list[int]]] = [[], [], []]
     heard: list[str] = []
-    asked = await long_request(served)
+    asked = await long_request(served, 120)
     whole = [(await served.ai.completions.create(**asked)).choices[0].text]
     tasks = [asyncio.create_task(ask(served, mine)) for mine in said]
     tasks += [asyncio.create_task(listen(served, asked, heard))]
@@ -309,7 +308,7 @@ async def test_a_signal_ends_what_runs_and_then_vllm(served: Served) -> None:
         await served.say()
     chunks += [chunk async for chunk in stream]
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
-    assert await asyncio.wait_for(served.process.wait(), 60) == 0
+    assert await asyncio.to_thread(served.process.wait, 60) == 0
     assert processes(base) == []
     assert KEY not in served.log.read_text()
     assert ANSWER not in served.log.read_text()

@@ -10,8 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ PARAMETERS = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
 # As the programs that use a client without a framework around it send it.
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}}]
 DEADLINE_S = 180.0
-START_S = 600.0  # vLLM on busy cores
 
 
 async def converse(program: str, url: str, key: str, *, python: Path = Path(sys.executable)) -> Json:
@@ -59,25 +57,6 @@ async def converse(program: str, url: str, key: str, *, python: Path = Path(sys.
         return {"error": (err.decode().strip().splitlines() or ["?"])[-1]}
     found: Json = json.loads(out.decode().strip().splitlines()[-1])
     return found
-
-
-@asynccontextmanager
-async def art_serve(
-    what: Path, key: str, *options: str, log: int | None = None
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """`art serve` as a process of its own, and its base URL; `log`: where its standard error goes."""
-    command = [sys.executable, "-m", "art_cli", "serve", f"{MODEL}={what}", "--port", "0", "--json", *options]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=log, env={**os.environ, "ART_API_KEY": key}
-    )
-    try:
-        assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), START_S)
-        yield process, json.loads(line)["url"]
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await asyncio.wait_for(process.wait(), DEADLINE_S)
 
 
 def is_right(found: Json) -> bool:

@@ -27,11 +27,13 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.serving.serve_service import Limits, Service
 from art_cli.serving.served_model import Source
 from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
+from tests.support.processes import forked
 from tests.support.servers.served import ScriptedEngine, scripted_source
 
 USER = {"role": "user", "content": "hi"}
 JSON = {"Content-Type": "application/json"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+START_S, END_S = 600.0, 240.0  # longest start, that of vLLM on busy cores, and longest end of `art serve`
 
 
 @contextlib.asynccontextmanager
@@ -181,6 +183,23 @@ def rest_of(wire: socket.socket) -> bytes:
         while piece := wire.recv(1 << 20):
             received += piece
     return bytes(received)
+
+
+@contextlib.asynccontextmanager
+async def art_serve(
+    what: str | Path, *options: str, key: str | None = None, log: int | None = None
+) -> AsyncIterator[tuple[forked.Forked, str]]:
+    """`art serve` as a process of its own, and its base URL; `log`: where its standard error goes."""
+    environment = os.environ | ({"ART_API_KEY": key} if key is not None else {})
+    words = ["serve", what, "--port", "0", "--json", *options]
+    process = forked.Forked(words, stdout=forked.PIPE, stderr=log, env=environment)
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_S)
+        yield process, json.loads(line)["url"]
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.communicate, END_S)
 
 
 async def run_line(line: str) -> str:
