@@ -24,6 +24,7 @@ from art_cli.loop.train import train
 from art_cli.runs.run_dir import RunDir
 from tests.support.models.tiny import tiny_weights
 from tests.support.paths import LETTERS
+from tests.support.processes import forked
 
 CONFIG = LETTERS / "config.yaml"
 ADAPTER, MOMENTS = "adapter_model.safetensors", "sft/optimizer.safetensors"
@@ -31,13 +32,14 @@ DEMOS = [
     {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": n * 4}]} for n in "abcdefg"
 ]
 
-# `art` with warm-ups that are saved often, and slow enough to be killed on any machine
-ART = (
-    "import sys, time\nfrom art_cli.cli import app as cli\nfrom art_cli.loop import warm_up\n"
-    "warm_up.SAVE_EVERY_S, warm_up.SAVE_SHARE, warm_up.TAKE_S = 0.1, 10.0, 0.0\n"
-    "take = warm_up.WarmUp.take\nwarm_up.WarmUp.take = lambda *args: (time.sleep(0.03), take(*args))\n"
-    "sys.exit(cli.run(sys.argv[1:]))\n"
-)
+# Written into sitecustomize.py: warm-ups are saved often, and are slow enough to be killed on any machine.
+SLOW = """
+import time
+from art_cli.loop import warm_up
+warm_up.SAVE_EVERY_S, warm_up.SAVE_SHARE, warm_up.TAKE_S = 0.1, 10.0, 0.0
+take = warm_up.WarmUp.take
+warm_up.WarmUp.take = lambda *args: (time.sleep(0.03), take(*args))
+"""
 
 Art = Callable[..., tuple[int, str, str]]
 
@@ -108,10 +110,12 @@ def test_a_warm_up_killed_and_interrupted_goes_on_and_ends_the_same(
     caplog.set_level(logging.INFO)
     draw, epochs = random.Random(11), 24
     wanted = train_here(tmp_path / "whole", epochs)
-    command = [sys.executable, "-c", ART, "train", str(CONFIG), *settings(tmp_path / "cut", epochs)]
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    words = ["train", CONFIG, *settings(tmp_path / "cut", epochs)]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     for number in (signal.SIGKILL, signal.SIGINT):
         done = newest_saved(tmp_path / "cut")  # including the killed process's final save
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        with forked.Forked(words, stderr=forked.PIPE, env=environment) as process:
             assert process.stderr is not None
             wait_for_more(tmp_path / "cut", done, process)
             time.sleep(draw.uniform(0, 0.3))
@@ -132,7 +136,7 @@ def newest_saved(runs: Path) -> int:
     return max((int(path.name[5:]) for path in runs.glob(".warm/*/checkpoints/step_*")), default=0)
 
 
-def wait_for_more(runs: Path, done: int, process: subprocess.Popen[str]) -> None:
+def wait_for_more(runs: Path, done: int, process: forked.Forked) -> None:
     """Until an update past `done` is saved."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:

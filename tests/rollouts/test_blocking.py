@@ -95,17 +95,24 @@ async def play_two(source: str, url: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_burners", [0, 2 * (os.cpu_count() or 1)], ids=["quiet", "busy"])
 @pytest.mark.parametrize(
-    ("source", "is_told"),
-    [(BLOCKING, True), (SLEEPING, True), (AWAITING, False), (COMPUTING, False), (BETWEEN, False), (PLAIN, False)],
-    ids=["blocking", "sleeping", "awaiting", "computing", "between", "plain"],
+    ("source", "is_told", "is_busy"),
+    [
+        (BLOCKING, True, False),
+        (SLEEPING, True, False),
+        (AWAITING, False, False),
+        (PLAIN, False, False),
+        (BLOCKING, True, True),
+        (COMPUTING, False, True),
+        (BETWEEN, False, True),
+    ],
+    ids=["blocking", "sleeping", "awaiting", "plain", "blocking-busy", "computing-busy", "between-busy"],
 )
 async def test_who_waits_without_await_is_told_so_on_a_quiet_and_on_a_busy_machine(
-    url: str, source: str, is_told: bool, num_burners: int
+    url: str, source: str, is_told: bool, is_busy: bool
 ) -> None:
     """`between` stands still for 0.6 of about 1.8 seconds, which is not most of the time."""
-    with load(num_burners):
+    with load(2 * (os.cpu_count() or 1) if is_busy else 0):
         said = await play_two(source, url)
     assert ("its event loop stood still for " in said) == is_told
     assert said == "" or said.endswith(" s: await what waits, or make it a plain `def`")
