@@ -1,9 +1,8 @@
 """The page of art view in a real Chromium: it shows what the files hold, and no text in them does anything."""
 
 import contextlib
+import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 from art_cli.runs.run_dir import RunDir
 from tests.support.others.browser import chromium, faults, viewing
 from tests.support.paths import ROOT
+from tests.support.processes import forked
 from tests.support.processes.waiting import wait_until
 from tests.support.records.viewed import (
     ATTEMPTS,
@@ -69,9 +69,10 @@ def demo(tmp_path: Path) -> Iterator[RunDir]:
     """The demo's run without warm-up; killed at the end."""
     runs = tmp_path
     recipe = ROOT / "recipes/tictactoe/config.yaml"
-    command = ["nice", sys.executable, "-m", "art_cli", "train", recipe, f"runs={runs}", "sft=null", "eval=null"]
-    command += ["rollout.groups_per_step=8", "train.steps=100000"]  # short steps, more than the tests wait for
-    with (runs / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT) as training:
+    words = ["train", recipe, f"runs={runs}", "sft=null", "eval=null"]
+    words += ["rollout.groups_per_step=8", "train.steps=100000"]  # short steps, more than the tests wait for
+    with (runs / "log").open("w") as log, forked.Forked(words, stdout=log, stderr=log, cwd=ROOT) as training:
+        os.setpriority(os.PRIO_PROCESS, training.pid, 10)  # the page comes first
         yield RunDir(runs / "tictactoe")
         training.kill()
 
