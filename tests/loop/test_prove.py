@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,8 @@ from tests.support.processes import forked
 
 CONFIG = LETTERS / "config.yaml"
 SETTINGS = ["eval.every=1"]
+
+Art = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +95,15 @@ def test_a_link_of_a_step_that_was_done_again_names_its_files_anew(run: RunDir) 
     "step_0001/evaluation.json", "checkpoints/step_0002/adapter_model.safetensors",
     "checkpoints/step_0000/manifest.json", "base/config.json", "base/hashes.json",
 ])  # fmt: skip
-def test_a_changed_byte_is_found_with_its_place(run: RunDir, name: str) -> None:
+def test_a_changed_byte_is_found_with_its_place(art: Art, run: RunDir, name: str) -> None:
     path = run.root / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    done = forked.run(["prove", str(run.root), "--json"], timeout=60)
-    assert done.stdout, done.stderr
-    places = [flaw["place"] for flaw in json.loads(done.stdout)["flaws"]]
-    assert done.returncode == 1 and all(name.startswith(place) for place in places) and places
+    code, out, err = art("prove", run.root, "--json")
+    assert out, err
+    places = [flaw["place"] for flaw in json.loads(out)["flaws"]]
+    assert code == 1 and all(name.startswith(place) for place in places) and places
 
 
 def test_added_bytes_are_found_but_in_the_metrics_which_grow(run: RunDir) -> None:
@@ -155,13 +158,13 @@ def test_a_link_that_a_kill_tore_at_any_byte_is_a_flaw_until_the_run_goes_on(run
     assert flaws(run) == []
 
 
-def test_a_torn_chain_proves_the_steps_before_it_and_the_same_command_mends_it(run: RunDir) -> None:
+def test_a_torn_chain_proves_the_steps_before_it_and_the_same_command_mends_it(art: Art, run: RunDir) -> None:
     lines = (run.root / NAME).read_bytes().splitlines(keepends=True)
     base = truncated(run, 100, lines[:5])[0].origin.base
-    done = forked.run(["prove", str(run.root)], timeout=60)
-    assert done.returncode == 1 and f"4 links, from base {base[:12]} to step 1, " in done.stdout
-    assert f"{NAME}:5: is torn" in done.stdout and "checkpoints/step_0002: has no link" in done.stdout
-    assert done.stderr.splitlines()[-1].endswith(f"its chain does not prove {NAME}:5, checkpoints/step_0002")
+    code, out, err = art("prove", run.root)
+    assert code == 1 and f"4 links, from base {base[:12]} to step 1, " in out
+    assert f"{NAME}:5: is torn" in out and "checkpoints/step_0002: has no link" in out
+    assert err.splitlines()[-1].endswith(f"its chain does not prove {NAME}:5, checkpoints/step_0002")
     settings = [f"runs={run.root.parent}", "train.steps=2", "eval.every=1"]
     assert asyncio.run(train(load_config(CONFIG, settings))).was_finished
     assert flaws(run) == [] and [link.step for link in read_chain(run)] == [0, 1, 1, 1, 2, 2]
@@ -238,7 +241,7 @@ def test_an_update_from_other_rewards_gives_other_weights(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("damage", ["no config", "record", "another config", "torn", "scored"])
-def test_a_replay_that_cannot_begin_is_one_line(run: RunDir, damage: str) -> None:
+def test_a_replay_that_cannot_begin_is_one_line(art: Art, run: RunDir, damage: str) -> None:
     """Flaws are reported before computing, so a run that contradicts its chain is not replayed."""
     config, settings, says, code = CONFIG, list(SETTINGS), f"error: {run.root}: its chain does not prove ", 1
     match damage:
@@ -257,8 +260,8 @@ def test_a_replay_that_cannot_begin_is_one_line(run: RunDir, damage: str) -> Non
         case "scored":
             run.scored_path(0).write_text("{}\n")
             says += "step_0000/scored.jsonl"
-    done = forked.run(["prove", str(run.root), "--replay", str(config), *settings], timeout=100)
-    assert done.returncode == code and done.stderr.startswith(says) and done.stderr.count("\n") == 1, done.stderr
+    found, _, err = art("prove", run.root, "--replay", config, *settings)
+    assert found == code and err.startswith(says) and err.count("\n") == 1, err
 
 
 @pytest.mark.slow
@@ -274,14 +277,14 @@ def test_training_that_goes_on_launders_no_changed_evaluation(run: RunDir, name:
 
 
 @pytest.mark.slow
-def test_a_step_that_was_made_again_after_a_loss_is_proven_and_said(run: RunDir) -> None:
+def test_a_step_that_was_made_again_after_a_loss_is_proven_and_said(art: Art, run: RunDir) -> None:
     path = run.checkpoint_path(2) / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     settings = [f"runs={run.root.parent}", *SETTINGS, "train.steps=3", "learner.micro_batch_tokens=64"]
     asyncio.run(train(load_config(CONFIG, settings)))
     assert flaws(run) == []
-    done = forked.run(["prove", str(run.root)], timeout=60)
-    assert done.returncode == 0 and "  step 2 was made again after a loss" in done.stdout
+    code, out, _ = art("prove", run.root)
+    assert code == 0 and "  step 2 was made again after a loss" in out
 
 
 def test_the_certificate_of_a_step_that_was_done_again_is_whole(trained: RunDir, tmp_path: Path) -> None:
@@ -310,13 +313,13 @@ def test_ctrl_c_during_a_replay_is_one_line_and_changes_nothing(run: RunDir) -> 
     assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
 
 
-def test_a_certificate_goes_with_an_exported_model(trained: RunDir, tmp_path: Path) -> None:
+def test_a_certificate_goes_with_an_exported_model(art: Art, trained: RunDir, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     write_certificate(tmp_path, trained, 2)
     certificate, found = check_certificate(tmp_path)
     assert certificate.links == read_chain(trained) and found == []
-    done = forked.run(["prove", str(tmp_path)], timeout=60)
-    assert done.returncode == 0 and f"whole certificate: {certificate.digest}" in done.stdout
+    code, out, _ = art("prove", tmp_path)
+    assert code == 0 and f"whole certificate: {certificate.digest}" in out
     (tmp_path / "model.safetensors").write_bytes(b"others")
     assert check_certificate(tmp_path)[1] == [Flaw("model.safetensors", "is not the exported file")]
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -326,12 +329,12 @@ def test_a_certificate_goes_with_an_exported_model(trained: RunDir, tmp_path: Pa
     (tmp_path / CERTIFICATE).write_text(text.replace('"step": 1', '"step": 7', 1))
     assert Flaw(CERTIFICATE, "was changed") in check_certificate(tmp_path)[1]
     (tmp_path / CERTIFICATE).write_text("[" * 100_000)
-    assert forked.run(["prove", str(tmp_path)], timeout=60).returncode == 1
+    assert art("prove", tmp_path)[0] == 1
 
 
-def test_a_digest_leads_to_its_run(trained: RunDir) -> None:
+def test_a_digest_leads_to_its_run(art: Art, trained: RunDir) -> None:
     digest = read_chain(trained)[1].policy
-    done = forked.run(["prove", digest[:10], "--runs", str(trained.root.parent)], timeout=60)
-    assert done.returncode == 0 and f"step 1 of {trained.root}" in done.stdout
-    assert forked.run(["prove", "0" * 64, "--runs", str(trained.root.parent)], timeout=60).returncode == 1
-    assert forked.run(["prove", "nowhere"], timeout=60).returncode == 2
+    code, out, _ = art("prove", digest[:10], "--runs", trained.root.parent)
+    assert code == 0 and f"step 1 of {trained.root}" in out
+    assert art("prove", "0" * 64, "--runs", trained.root.parent)[0] == 1
+    assert art("prove", "nowhere")[0] == 2

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -24,7 +25,6 @@ from art_cli.runtime.errors import ArtError, CheckpointError, DriftError
 from art_cli.serving.served_model import Source, find_source
 from art_cli.serving.served_policies import ServedPolicy
 from tests.support.paths import LETTERS
-from tests.support.processes import forked
 from tests.support.servers.served import ScriptedEngine, ScriptedLoader
 from tests.support.servers.serving import serving
 
@@ -144,14 +144,16 @@ async def test_a_chat_template_with_another_character_does_not_answer(run: RunDi
     assert isinstance(error, CheckpointError) and "chat template" in str(error)
 
 
-def test_a_digest_is_found_in_all_runs_also_that_of_a_pruned_checkpoint(run: RunDir) -> None:
+def test_a_digest_is_found_in_all_runs_also_that_of_a_pruned_checkpoint(
+    art: Callable[..., tuple[int, str, str]], run: RunDir
+) -> None:
     wanted = digests(run)[1]
     shutil.rmtree(run.checkpoint_path(1))
     command = ["checkpoints", str(run.root.parent), "--find", wanted[:12], "--json"]
-    assert json.loads(forked.run(command, timeout=60).stdout) == [{"run": str(run.root), "step": 1}]
-    unknown = forked.run([*command[:-2], "0" * 64], timeout=60)
-    assert unknown.returncode == 1 and "no run there" in unknown.stderr
-    assert forked.run([*command[:-2], "xyz"], timeout=60).returncode == 2
+    assert json.loads(art(*command)[1]) == [{"run": str(run.root), "step": 1}]
+    code, _, err = art(*command[:-2], "0" * 64)
+    assert code == 1 and "no run there" in err
+    assert art(*command[:-2], "xyz")[0] == 2
 
 
 # --- a change of weights ----------------------------------------------------------------------------------------------
