@@ -1,4 +1,7 @@
-"""The runner: user functions and real programs against a real gateway; every failure becomes a trajectory."""
+"""The runner: user functions and real programs against a real gateway; every failure becomes a trajectory.
+
+Functions run in this process where the property is not of a process: test_rollout_process.py compares the two.
+"""
 
 import asyncio
 import hashlib
@@ -27,7 +30,7 @@ from tests.support.standins.scripted import ScriptedBackend, encode, tool_call
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
+    return Stage(tmp_path, processes=0)
 
 
 # --- what a rollout returns -------------------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ async def test_a_limit_is_no_failure_and_its_rollout_has_a_reward(tmp_path: Path
         "raise ValueError('made of it')": (-1.0, None),
         "return float('nan')": (None, "reward: reward is nan, not a finite number"),
         "raise ConnectionError('gone')": (None, "ConnectionError: gone (rollout.py:"),
-        "await asyncio.sleep(60)": (None, "timeout: not finished after 20 s (rollout.timeout_s)"),
+        "await asyncio.sleep(60)": (None, "timeout: not finished after 10 s (rollout.timeout_s)"),
     }
 
     def answer(request: Request) -> str:
@@ -223,8 +226,8 @@ async def rollout(policy, scenario):
 """
     )
     max_turns = 3 if limit == "turn_limit" else 50
-    played = await Stage(tmp_path, ScriptedBackend(answer)).play(
-        source, num=len(endings), max_turns=max_turns, limit_reward=-1, timeout_s=20, retries=0
+    played = await Stage(tmp_path, ScriptedBackend(answer), processes=0).play(
+        source, num=len(endings), max_turns=max_turns, limit_reward=-1, timeout_s=10, retries=0
     )
     for trajectory, (reward, error) in zip(played, endings.values(), strict=True):
         assert (trajectory.returned_reward, trajectory.limit) == (reward, limit)
@@ -255,7 +258,7 @@ async def rollout(policy, scenario):
     raise KeyError("mine")
 """
     )
-    (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer)).play(source)
+    (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer), processes=0).play(source)
     assert str(trajectory.failure).startswith("KeyError: 'mine'")
     assert (trajectory.error, trajectory.returned_reward, trajectory.limit) == (None, 0.0, None)
 
@@ -266,7 +269,7 @@ async def test_a_first_prompt_that_is_too_long_is_a_failure(tmp_path: Path) -> N
         raise ChatError(400, "too long", code="context_length_exceeded")
 
     source = ASK + "async def rollout(policy, scenario):\n    await ask(policy)\n"
-    (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer)).play(source)
+    (trajectory,) = await Stage(tmp_path, ScriptedBackend(answer), processes=0).play(source)
     assert trajectory.error is not None and trajectory.error.startswith("BadRequestError: ")
 
 
@@ -280,7 +283,7 @@ async def test_a_first_prompt_that_is_too_long_is_a_failure(tmp_path: Path) -> N
     ids=["async", "sync"],
 )
 async def test_a_rollout_that_does_not_end_is_cut_off(stage: Stage, source: str) -> None:
-    for trajectory in await stage.play(source, num=3, timeout_s=0.2, concurrency=1):
+    for trajectory in await stage.play(source, num=3, timeout_s=0.2, concurrency=1, processes=1):
         assert trajectory.error == "timeout: not finished after 0.2 s (rollout.timeout_s)"
         assert 0.19 <= trajectory.duration_s < 5  # uvloop counts in whole milliseconds
 
@@ -358,7 +361,7 @@ async def rollout(policy, scenario):
     return 1
 """
     )
-    stage = Stage(tmp_path, ScriptedBackend(answer))
+    stage = Stage(tmp_path, ScriptedBackend(answer), processes=0)
     (trajectory,) = await stage.play(source)
     assert (trajectory.error, trajectory.returned_reward, trajectory.metrics["num_retries"]) == (None, 1.0, 1)
     assert len(trajectory.turns) == 2
@@ -496,7 +499,7 @@ async def rollout(policy, scenario):
         await may_end.wait()
         stage.finished.append(trajectory)
 
-    async with stage.open() as runner:
+    async with stage.open(processes=1) as runner:
         run = asyncio.create_task(runner.run(stage.plans(2), keep))
         await asyncio.wait_for(is_writing.wait(), 10)
         await until((stage.directory / "rollout.py.began").exists)
@@ -687,7 +690,7 @@ url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers))
 print(1)
 """
-    trajectory = await play_program(Stage(tmp_path, ScriptedBackend(answer)), source)
+    trajectory = await play_program(Stage(tmp_path, ScriptedBackend(answer), processes=0), source)
     assert (trajectory.error, trajectory.returned_reward, trajectory.metrics["num_retries"]) == (None, 1.0, 1)
 
 

@@ -30,13 +30,16 @@ class Stage:
         directory: Path,
         backend: Backend | None = None,
         *,
+        processes: int = 1,
         scenario: dict[str, Any] | None = None,
         between: Callable[[str], AbstractAsyncContextManager[str]] | None = None,
     ) -> None:
-        """`scenario` is what it holds besides id and index; `between` makes a proxy of the gateway's address."""
+        """`processes` is for a function; `scenario` is what it holds besides id and index; `between` makes a proxy of
+        the gateway's address."""
         self.directory = directory
         self.backend = backend or ScriptedBackend()
         self.finished: list[Trajectory] = []
+        self._processes = processes
         self._scenario = scenario or {}
         self._between = between or contextlib.nullcontext
 
@@ -55,7 +58,8 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def open(self, **options: Any) -> Any:
-        config = RolloutConfig(**{"scenarios": "none", "entry": "rollout.py:rollout", **options})
+        given = {"scenarios": "none", "entry": "rollout.py:rollout", **options}
+        config = RolloutConfig(**({"processes": self._processes} if given["entry"] else {}) | given)
         gateway = Gateway(Engine(self.backend, step=2), defaults=Sampling(), seed=0, max_turns=config.max_turns)
         async with (
             gateway.serve() as url,
