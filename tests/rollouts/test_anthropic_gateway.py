@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -47,11 +46,14 @@ async def gateway_of(backend: Any, **options: Any) -> AsyncIterator[tuple[Gatewa
         yield gateway, url.removesuffix("/v1"), gateway.open("t0")
 
 
-def client_of(root: str, key: str, **options: Any) -> anthropic.AsyncAnthropic:
+def client_of(root: str, key: str, **options: Any) -> Any:
+    """The official client, whose import takes seconds in which other files' tests would wait."""
+    import anthropic
+
     return anthropic.AsyncAnthropic(base_url=root, api_key=key, **{"max_retries": 0, **options})
 
 
-async def say(client: anthropic.AsyncAnthropic, messages: list[Any], *, is_stream: bool, **options: Any) -> Any:
+async def say(client: Any, messages: list[Any], *, is_stream: bool, **options: Any) -> Any:
     options = {"model": "policy", "max_tokens": 400, "messages": messages, "tools": [TOOL], **options}
     if not is_stream:
         return await client.messages.create(**options)
@@ -59,9 +61,7 @@ async def say(client: anthropic.AsyncAnthropic, messages: list[Any], *, is_strea
         return await stream.get_final_message()
 
 
-async def converse(
-    client: anthropic.AsyncAnthropic, *, is_stream: bool, rewrite: Callable[[Json], Json] = lambda block: block
-) -> list[Any]:
+async def converse(client: Any, *, is_stream: bool, rewrite: Callable[[Json], Json] = lambda block: block) -> list[Any]:
     """Asks, answers every call, thanks once, and sends each reply back as the client has it; the messages."""
     messages: list[Any] = [USER]
     while len(messages) < 8:
@@ -323,6 +323,8 @@ async def test_the_key_decides_the_trajectory_however_it_is_sent(how: str) -> No
 
 
 async def test_errors_are_those_that_the_official_client_knows() -> None:
+    import anthropic
+
     errors = iter([ChatError(503, "loading", retry_after="5"), ChatError(429, "too many"), ChatError(500, "oops")])
 
     def fail(request: Request) -> str:

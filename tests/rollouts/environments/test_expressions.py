@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from reasoning_gym.factory import DATASETS
 
 from art_cli.rollouts.environments import Settings, open_environment
 from art_cli.rollouts.environments.reasoning_gym import (
@@ -39,6 +38,8 @@ ATTACKS = [
 
 def evaluating() -> set[str]:
     """The generators in whose modules a call of eval, exec or parse_expr has an argument that is named `answer`."""
+    from reasoning_gym.factory import DATASETS
+
     found = set()
     for name, (dataset, _) in DATASETS.items():
         tree = ast.parse(inspect.getsource(sys.modules[dataset.__module__]))
@@ -57,17 +58,20 @@ def opened(name: str) -> Generator:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(evaluating()))
-def test_an_attack_is_scored_as_an_empty_answer_and_a_right_answer_keeps_its_score(name: str, tmp_path: Path) -> None:
-    generator = opened(name)
-    dataset, entry = generator.entry(3)
-    for attack in ATTACKS:
-        text = attack.format(path=str(tmp_path / "touched"))
-        assert generator._score(dataset, entry, text) == dataset.score_answer("", entry), text
-    assert not any(tmp_path.iterdir())
-    for seed in range(3):
-        dataset, entry = generator.entry(seed)
-        assert generator._score(dataset, entry, entry["answer"]) == dataset.score_answer(entry["answer"], entry) == 1
+def test_an_attack_is_scored_as_an_empty_answer_and_a_right_answer_keeps_its_score(tmp_path: Path) -> None:
+    names = sorted(evaluating())
+    assert names
+    for name in names:
+        generator = opened(name)
+        dataset, entry = generator.entry(3)
+        for attack in ATTACKS:
+            text = attack.format(path=str(tmp_path / "touched"))
+            assert generator._score(dataset, entry, text) == dataset.score_answer("", entry), (name, text)
+        assert not any(tmp_path.iterdir()), name
+        for seed in range(3):
+            dataset, entry = generator.entry(seed)
+            right = entry["answer"]
+            assert generator._score(dataset, entry, right) == dataset.score_answer(right, entry) == 1, name
 
 
 @pytest.mark.parametrize("text", ["(1 + 2) * 3 / 4", "x**2/2 + C", "3*x**3 - sin(2*x)*exp(-x)", "sqrt(x**2 + 1)", "-5",

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reasoning_gym
 
 from art_cli.rollouts.environments import Settings, open_environment
 from art_cli.rollouts.environments.reasoning_gym import ReasoningGym, read_answer
@@ -29,6 +28,8 @@ async def played(stage: Stage, environment: Any, *seeds: int, **options: Any) ->
 @pytest.mark.slow
 async def test_a_right_answer_gets_the_full_score_of_the_generators_own_puzzle(tmp_path: Path) -> None:
     """The reference is the library's own dataset of that seed, its answer and its scorer. A child process plays."""
+    import reasoning_gym
+
     args = {"min_terms": 2, "max_terms": 3}
     entry = reasoning_gym.create_dataset("chain_sum", seed=17, size=1, **args)[0]
     replies = iter([f"<think>hm</think>So <answer> {entry['answer']} </answer>.", "nothing"])
