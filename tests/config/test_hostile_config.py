@@ -78,7 +78,7 @@ DOCUMENTS: dict[str, bytes | str] = {
     "merged aliases": "x0: &x0 {a: 1}\n"
     + "".join(f"x{n}: &x{n} {{<<: [{', '.join([f'*x{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
     + GOOD,
-    "many unknown keys": "".join(f"k{n}: 1\n" for n in range(3000)) + GOOD,
+    "many unknown keys": "".join(f"k{n}: 1\n" for n in range(500)) + GOOD,
     "thousands of digits": GOOD + "seed: " + "9" * 5000 + "\n",
     "a tab": GOOD + "sft:\n\tdemos: x\n",
     "nested lists": "a: " + "[" * 1000 + "]" * 1000 + "\n",
@@ -130,7 +130,7 @@ def test_an_inherited_file_is_held_to_the_same(art: Art, project: Path, name: st
         ("aliases of aliases", "config.yaml:6: more than 20000 keys and values up to here"),
         ("merged aliases", "config.yaml:5: more than 20000 keys and values up to here"),
         ("interpolations of interpolations", "its interpolations write more than 4 MiB"),
-        ("many unknown keys", "2950 other invalid keys from here on"),
+        ("many unknown keys", "450 other invalid keys from here on"),
         ("thousands of digits", "config.yaml:5: seed: a number of 5000 digits; at most 300 are read"),
         ("a tab", "config.yaml:6: not valid YAML: a line begins with a tab, or a value does; use spaces"),
     ],
