@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from art_cli.config.checks import untrainable
@@ -37,7 +37,6 @@ import rollout  # noqa: E402
 import scenarios  # noqa: E402
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 400)), min_size=1, max_size=8))
 def test_the_isotonic_curve_is_the_known_formula(points: list[tuple[float, int]]) -> None:
     """y_i = max over a <= i of min over b >= i of the weighted mean of a..b (Robertson, Wright and Dykstra 1988)."""

@@ -190,7 +190,6 @@ def test_ten_thousand_hostile_attempts_are_read_back_exactly_as_they_were(seed: 
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
 @given(
     st.lists(
         st.lists(
