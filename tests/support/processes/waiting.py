@@ -27,4 +27,4 @@ def wait_until(
         has_ended = while_running is not None and while_running.poll() is not None
         assert not has_ended or holds(), while_running and while_running.communicate()
         assert time.monotonic() < deadline, f"it did not hold within {timeout_s:g} s"
-        time.sleep(0.005)
+        time.sleep(0.02)
