@@ -14,6 +14,8 @@ from hypothesis import Phase
 from art_cli.cli import app as cli
 from art_cli.runtime.gpus import has_nvidia
 
+# Nothing of what is imported becomes garbage, and the collector would look through it again and again.
+gc.disable()
 # Test models are far too small for a second thread, and threads that wait for a busy core cost twenty times the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A busy machine draws examples slowly and runs them slowly, which says nothing of the code.
@@ -77,9 +79,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays until the end, so the garbage collector need not look through it again and again."""
+    """What was imported stays until the end: the garbage collector begins with what comes from here on."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _has_gpu() -> bool:
