@@ -96,15 +96,14 @@ def _has_run(there: Objects) -> bool:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def _get_checkpoint(store: ObjectStore, run: RunDir, there: Objects, steps: Iterable[int]) -> int | None:
-    """Returns the first step whose downloaded checkpoint verifies."""
+def _get_checkpoint(store: ObjectStore, run: RunDir, there: Objects, steps: Iterable[int]) -> None:
+    """Downloads the checkpoint of the first step that verifies."""
     for step in steps:
         try:
             _get_one(store, checkpoint_home(step), run.checkpoint_path(step), there)
-            return step
+            return
         except CheckpointError as error:
             log.warning("passed over a checkpoint: %s", error)
-    return None
 
 
 def _get_promoted(store: ObjectStore, run: RunDir, there: Objects) -> None:
