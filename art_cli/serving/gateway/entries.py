@@ -33,13 +33,7 @@ class CapturedCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     is_left: bool = False  # the client disconnected early
 
 
-class JournalEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A journal line: a call, or a note that the client gave up a call.
-
-    Example: JournalEntry(conversation="4f0c...", number=3, at=1764.2, abandons=2): the client never saw the reply of
-    entry 2.
-    """
-
+class _EntryFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     schema_version: int = SCHEMA_VERSION
     conversation: str  # id, also used for the trajectory
     number: int  # position in the conversation, from 0
@@ -47,6 +41,15 @@ class JournalEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
     client: str = ""  # "key 2"; keys are never written
     name: str | None = None  # the client's name for the conversation
     scenario: str = ""  # id shared by attempts at the same task
+
+
+class JournalEntry(_EntryFields, kw_only=True):
+    """A journal line: a call, or a note that the client gave up a call.
+
+    Example: JournalEntry(conversation="4f0c...", number=3, at=1764.2, abandons=2): the client never saw the reply of
+    entry 2.
+    """
+
     call: CapturedCall | None = None
     abandons: int | None = None  # number of the entry whose call the client gave up and repeated
 
@@ -60,16 +63,9 @@ class _CallHead(msgspec.Struct):
     reply: _ReplyHead
 
 
-class Head(msgspec.Struct):
+class Head(_EntryFields, kw_only=True):
     """The fields of a JournalEntry needed for an outline; other fields are skipped."""
 
-    conversation: str
-    number: int
-    at: float
-    schema_version: int = SCHEMA_VERSION
-    client: str = ""
-    name: str | None = None
-    scenario: str = ""
     call: _CallHead | None = None
 
 
