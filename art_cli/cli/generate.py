@@ -29,11 +29,11 @@ def run(
     form: Annotated[str | None, Option("--format", metavar="NAME", help="openai or openenv.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Play scenarios, write trajectories.
+    """Play scenarios, and record trajectories.
 
-    Plays one step's scenarios; when run again, only missing attempts. Exit code 1 if every attempt failed, none called
-    the model, or no group has signal and the loss compares the rollouts' rewards. With --format, it also keeps the
-    trajectories in NAME.art.jsonl, to resume from.
+    Plays one step's scenarios. The same command later plays only missing attempts; with --format it finds the earlier
+    attempts in NAME.art.jsonl. Exit code 1 if every attempt failed, if no attempt called the model, or if no group has
+    signal and the loss compares the rollouts' rewards.
 
     \b
     art generate config.yaml -o trajectories.jsonl

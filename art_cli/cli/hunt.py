@@ -27,11 +27,11 @@ def run(
     html: Annotated[Path | None, Option("--html", metavar="FILE", help="Also write a page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Look for a reward without the task.
+    """Look for ways to get reward without doing the task.
 
     Plays honest attempts, then attacks: empty replies, copies of the question, orders to the judge, failing or late
-    calls. Attacks that score are varied until the time is over. The run's rollout plays all attempts, and its judge or
-    reward scores them.
+    calls. It varies attacks that score until the time is over. The run's rollout plays all attempts, and the run's
+    judge or reward scores them.
 
     Prints exploits and honest scores. Exit code 1 if an exploit was found. A paid judge is called for every attempt;
     --minutes 0 plays known attacks only. Ctrl-C stops the search and prints the results. -o FILE allows resuming.

@@ -1,4 +1,4 @@
-"""`art improve`: learns from live traffic, a night at a time."""
+"""`art improve`: learns from live traffic, night by night."""
 
 import logging
 import time
@@ -32,14 +32,14 @@ def run(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Learn from live traffic, a night at a time.
+    """Learn from live traffic, night by night.
 
-    Reads what art gateway recorded since the last night: new scenarios, near duplicates joined, the newest held out.
-    Trains from the served checkpoint, or from the last candidate if its canary ended undecided with promising ratings.
-    Compares the new candidate with the served policy on eval's scenarios, on the last week's traffic and on
-    improve.safety. A candidate that passes answers a share of the conversations of art gateway --follow,
-    until their feedback promotes it or takes it back. Run it by hand, by cron or with --every: each call does what is
-    due, and resumes after a kill.
+    Makes scenarios from what art gateway recorded since the last night; merges near duplicates, and holds out the
+    newest. Trains from the served checkpoint, or from the last candidate if its canary ended undecided with promising
+    ratings. Compares the new candidate with the served policy on eval's scenarios, on the last week's traffic and on
+    improve.safety. A candidate that passes answers a share of the conversations of art gateway --follow, until their
+    feedback promotes or withdraws it. Run it by hand, by cron or with --every: each call does what is due, and resumes
+    after a kill.
 
     \b
     art gateway config.yaml --follow              answers clients, records, takes feedback

@@ -51,7 +51,7 @@ def run(
     environment: Annotated[str | None, Option("--environment", metavar="NAME", help="See `art environments`.")] = None,
     is_config: Annotated[bool, Option("--config", help="Print a composed configuration.")] = False,
 ) -> None:
-    """Begin a project, or print a configuration.
+    """Start a project, or print a configuration.
 
     A recipe contains config.yaml, the rollout and other files. An environment needs only config.yaml, with its default
     settings. Projects also get .agents/skills/art/SKILL.md, which explains the commands to coding agents. --config

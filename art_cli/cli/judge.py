@@ -40,8 +40,8 @@ def run(
 ) -> None:
     """Score trajectories, or measure a judge.
 
-    --probe judges groups with and without manipulations of one attempt (padding, praise, emptying, ...), and prints the
-    changes in its score and the resulting biases. It writes no scores, and needs 11 or 12 judgements per group.
+    --probe measures the judge's biases: it changes one attempt of a group (padding, praise, emptying, ...), and prints
+    how its score moves. It writes no scores, and needs 11 or 12 judgements per group.
 
     \b
     art judge trajectories.jsonl -o scored.jsonl --rubric rubric.txt

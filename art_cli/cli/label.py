@@ -37,14 +37,14 @@ def run(
 ) -> None:
     """Compare attempts yourself, to measure the judge.
 
-    Shows two attempts in a group side by side and waits for a key. It chooses the most informative pairs. Answers are
-    saved in labels.jsonl next to FILE, and the command resumes when run again. Finally, it prints your agreement with
-    the judge and its interval, the number of answers needed for an interval of 5 points, your agreement with yourself,
-    and judge.noise for the YAML. `art view FILE` asks on a page instead. --report and --json ask nothing.
+    Shows two attempts of a group side by side and waits for a key. It chooses the most informative pairs. Answers are
+    saved in labels.jsonl next to FILE, and the same command resumes. At the end it prints how often the judge agrees
+    with you (with an interval), how many answers an interval of 5 points needs, how often you agree with yourself, and
+    judge.noise for the YAML. `art view FILE` asks on a page instead. --report and --json ask nothing.
 
     For a RUN, it asks about all steps, and measures whether agreement falls as the policy learns to please the judge.
-    `art report RUN` prints that, too. --feedback answers the pairs whose attempts clients of art gateway have rated
-    (feedback.jsonl next to FILE), and asks nothing.
+    `art report RUN` prints this, too. --feedback asks nothing: it takes the ratings of art gateway's clients as answers
+    (feedback.jsonl next to FILE).
 
     \b
     art label scored.jsonl

@@ -27,14 +27,14 @@ def run(
     on: Annotated[list[str] | None, Option("--on", metavar="MACHINE", help="Another machine: h100x8.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Ask before a run: can it learn, what will it take?
+    """Estimate before a run: can it learn, how long, how much?
 
     Plays and judges the run's first step, then tries pilot updates at five learning rates and reverts them. `art train`
-    reuses the played step, so nothing is paid twice, and with train.learning_rate: auto the best rate. `art report`
-    compares the plan with the run.
+    reuses the played step, so you pay nothing twice. With train.learning_rate: auto it also takes the best rate. `art
+    report` compares the plan with the run.
 
-    A line with "!" is a doubt with a cure: too hard, too easy, equal rewards, noise, reward for length, answer in the
-    prompt, short limit, temperature 0, duplicate scenario, position bias of the judge.
+    A line with "!" is a doubt with a cure: scenarios are too hard, too easy or duplicates; rewards are equal, noisy, or
+    follow length; the answer is in the prompt; a limit is short; the temperature is 0; the judge has a position bias.
 
     \b
     art plan config.yaml

@@ -19,12 +19,12 @@ def run(
     link: Link = None,
     as_json: Json = False,
 ) -> None:
-    """Summarize a run, and suggest next ideas.
+    """Report what happened in a run, and what to try.
 
     \b
     Prints evaluations with intervals, best and last checkpoint, curves (reward, signal, entropy, clipping, gradients,
     lengths), failures, time, cost per point of reward, and findings. Works for running, killed and finished runs. Exit
-    code 1 if the run learned nothing: every attempt failed, none called the model, or no group had signal.
+    code 1 if the run learned nothing: every attempt failed, no attempt called the model, or no group had signal.
 
     \b
     art report runs/mine

@@ -26,13 +26,14 @@ def run(
     gates: Annotated[list[str] | None, Option("--gate", metavar="BOUND", help="Exit 1 below agreement>=0.9.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a judge of your own.
+    """Train your own judge on rewards and labels.
 
-    It learns the order of attempts within a group from rewards (scored.jsonl) and labels (labels.jsonl, from art
-    label), and the rewards from 0 to 1 themselves if rollouts or users gave them. It prints how often it orders pairs
-    as its teacher does, ties apart: on held-out scenarios, and with --present on attempts of the present policy,
-    because the first does not predict the second. Of a long conversation the last tokens count. DIR is a model for
-    `judge: {name: reward_model, model: DIR}`, written only when training is complete. Keys: reward, model, learner.
+    The judge learns the order of attempts within a group, from rewards (scored.jsonl) and labels (labels.jsonl of art
+    label). It also learns rewards from 0 to 1 that rollouts or users gave. The command prints how often the judge
+    orders pairs as its teacher does, ties left out: on held-out scenarios, and with --present on attempts of the
+    present policy (agreement on the first says little about the second). Of a long conversation only the last tokens
+    count. DIR is a model for `judge: {name: reward_model, model: DIR}`, and is written when training is complete. Keys:
+    reward, model, learner.
 
     \b
     art reward runs/mine/step_000[0-3]/scored.jsonl labels.jsonl -o judge --base builtin:smollm2-135m

@@ -45,7 +45,7 @@ def run(
 ) -> None:
     """Warm-start from chats, or from the best attempts.
 
-    Trains the base model or --checkpoint on the assistant's tokens, by the settings in `sft`, and writes a checkpoint.
+    Trains the base model, or --checkpoint, on the assistant's tokens, with the settings in `sft`. Writes a checkpoint.
     --best-of trains on the best scored attempts per group, from a file or run, with the sampled tokens. Attempts must
     beat the worst in the group, or reach --min-reward.
 

@@ -19,10 +19,10 @@ def run(
     is_multirun: Annotated[bool, Option("-m", "--multirun", help="A run for each of a=1,2 b=x,y.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train; run again to resume.
+    """Train, or resume a run.
 
-    Trains for train.steps steps. An interrupted run resumes where it stopped. Exit code 1 if the run learned nothing:
-    every attempt failed, none called the model, or no group had signal.
+    Trains for train.steps steps. The same command resumes an interrupted run. Exit code 1 if the run learned nothing:
+    every attempt failed, no attempt called the model, or no group had signal.
 
     \b
     art train config.yaml
