@@ -25,7 +25,7 @@ import msgspec
 from art_cli.runs import json_lines
 from art_cli.runs.json_lines import read_file
 from art_cli.runs.trajectory import SCHEMA_VERSION
-from art_cli.runtime.errors import DataError, RunError, is_full_disk, one_line
+from art_cli.runtime.errors import DataError, RunError, one_line
 from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.runtime.scratch import make_directory, owner_only
 
@@ -330,8 +330,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
-        if is_full_disk(error) and error.filename is None:
-            error.filename = str(path)
+        error.filename = error.filename or str(path)  # a failed write does not name the file
         raise
     finally:
         beside.unlink(missing_ok=True)

@@ -251,10 +251,11 @@ def first_sentence(text: str) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Returns True if a disk was full. Rust libraries such as safetensors, and shutil.copytree, only mention this in
-    the message."""
-    said = (f"(os error {errno.ENOSPC})", f"[Errno {errno.ENOSPC}]")
-    return getattr(error, "errno", None) == errno.ENOSPC or any(each in str(error) for each in said)
+    """Returns True if a disk or a quota was full. Rust libraries such as safetensors, and shutil.copytree, only mention
+    this in the message."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    said = [text for number in full for text in (f"(os error {number})", f"[Errno {number}]")]
+    return getattr(error, "errno", None) in full or any(each in str(error) for each in said)
 
 
 @contextlib.contextmanager

@@ -193,6 +193,11 @@ def test_a_checkpoint_that_is_missing_is_a_mistake_of_usage(art: Art) -> None:
             ["error: runs/x: no space left on the disk; free some and run the same command again"],
             1,
         ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded", "runs/x"),
+            ["error: runs/x: no space left on the disk; free some and run the same command again"],
+            1,
+        ),
         (RuntimeError('Error building "model" validator:\n  KeyboardInterrupt:'), ["interrupted"], 130),
         (PermissionError(errno.EACCES, "Permission denied", "runs"), ["error: runs: Permission denied"], 1),
         (

@@ -117,10 +117,11 @@ def test_every_beginning_of_a_line_is_torn_and_a_line_with_more_is_not(text: str
     assert not any(is_torn(line) for line in whole)
 
 
-def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_a_failed_write_names_the_file_that_was_to_be_written(tmp_path: Path, number: int) -> None:
     path = tmp_path / "out.json"
     with pytest.raises(OSError) as caught, new_file(path):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
     assert caught.value.filename == str(path) and not list(tmp_path.iterdir())
 
 

@@ -28,6 +28,7 @@ from art_cli.runtime.secrets import Secrets
 from art_cli.serving.gateway import conversations, gateway_service, journal
 from art_cli.serving.gateway.client_names import name_clients
 from art_cli.serving.gateway.conversations import prefixes_of
+from art_cli.serving.gateway.entries import JournalEntry
 from art_cli.serving.gateway.gateway_service import Clients, GatewayService
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.redaction import Redactor
@@ -383,6 +384,12 @@ def test_two_gateways_cannot_write_to_one_directory(tmp_path: Path) -> None:
     knobs: Any = {"group_size": 8, "rotate_bytes": 1e6, "rotate_s": 1e6}
     with Journal(tmp_path, **knobs), pytest.raises(RunError, match="in use by process"):
         Journal(tmp_path, **knobs).__enter__()
+
+
+def test_a_file_is_due_also_if_the_clock_was_set_back(tmp_path: Path) -> None:
+    with Journal(tmp_path, group_size=8, rotate_bytes=1e6, rotate_s=60) as journal:
+        journal.append(JournalEntry(conversation="a", number=0, at=1e9))
+        assert [journal.is_due(1e9 + age) for age in (0, 59, 60, -59, -3600)] == [False, False, True, False, True]
 
 
 # --- who may ask, and what is never written ---------------------------------------------------------------------------

@@ -494,11 +494,12 @@ def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
         share=served.canary.share, error=config.error, margin=config.margin, client_share=config.client_share
     )
     policies = {"promoted": served.policy, "candidate": served.canary.policy}
-    test.add_all(read_ratings(directories(loaded), config.metric, **policies, since=trial.since))
+    since = min(trial.since, time.time())  # earlier than noted, if the clock has been set back
+    test.add_all(read_ratings(directories(loaded), config.metric, **policies, since=since))
     night.trial = Trial(
-        trial.since, test.promoted.num, test.promoted.mean, test.candidate.num, test.candidate.mean, test.num_capped
+        since, test.promoted.num, test.promoted.mean, test.candidate.num, test.candidate.mean, test.num_capped
     )
-    hours = (time.time() - trial.since) / 3600
+    hours = (time.time() - since) / 3600
     if damage := _damage(nights.run / night.candidate):
         night.outcome, night.reason = "rolled back", f"it cannot be loaded any more: {damage}"
     elif test.verdict == "better":

@@ -211,7 +211,7 @@ class Journal:
         """Returns True if a trajectory file is due by size or age, or because an earlier attempt failed."""
         if self._retired is not None:
             return True
-        is_old = self._first_at is not None and now - self._first_at >= self._rotate_s
+        is_old = self._first_at is not None and abs(now - self._first_at) >= self._rotate_s  # also if set back
         return self._num_bytes >= self._rotate_bytes or is_old
 
     async def rotate(self, open_conversations: AbstractSet[str]) -> None:

@@ -23,7 +23,7 @@ from art_cli.runs.durable import lock_directory, read_lines, write_lines
 from art_cli.runs.feedback import FeedbackEntry
 from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.served import Served, read_served, write_served
+from art_cli.runs.served import Canary, Served, read_served, write_served
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import CheckpointError, ConfigError, RunError, UsageError
 from tests.support.paths import LETTERS
@@ -438,6 +438,32 @@ def test_a_night_whose_configuration_changes_while_it_trains_trains_anew(
         with contextlib.suppress(CheckpointError):
             asyncio.run(improve(load_config(gated.path, changes)))
     assert kept == [False, True, False]
+
+
+def test_a_canary_goes_on_after_the_clock_was_set_back(gated: LoadedConfig) -> None:
+    """It would wait for a day without a rating."""
+    night, _ = look(gated)
+    assert night.trial is not None
+    night.trial.since += 86_400
+    write_served(gated.config.runs / "letters", Served(BASELINE, "old", canary=Canary(CANDIDATE, "new", 0.5, "salt")))
+    Nights(gated.config.runs / "letters").write(night)
+    now = look(gated)[0].trial
+    assert now is not None and now.since <= time.time()
+    entries = [
+        FeedbackEntry(
+            id=f"f{number}",
+            at=time.time(),
+            client=f"key {number}",
+            conversation=f"c{number}",
+            policy="new" if number % 2 else "old",
+            answered_at=time.time(),
+            metric="thumbs",
+            value=number % 2 == 1,
+        )
+        for number in range(60)
+    ]
+    write_lines(gated.config.runs / "letters/gateway/feedback.jsonl", entries)
+    assert look(gated)[0].outcome == "promoted"
 
 
 def test_a_rollback_passes_over_checkpoints_that_are_gone(gated: LoadedConfig, tmp_path: Path) -> None:
