@@ -470,6 +470,12 @@ def test_echo_needs_a_second_turn() -> None:
     assert "loss.echo: what the environment answers is in a later prompt, and rollout.max_turns is 1" in line
 
 
+@pytest.mark.parametrize("name", ["openai.BadRequestError", "Nope Error", ""])
+def test_a_failure_that_no_exception_can_have_as_its_class_is_refused(name: str) -> None:
+    (said,) = mistakes(PLAIN, f"rollout.failures=['{name}']")
+    assert said.startswith(f"command line: rollout.failures: {name!r} is not the name of a class")
+
+
 def test_variables_are_named_for_a_command_alone() -> None:
     assert mistakes(PLAIN, "rollout.env=[HF_TOKEN]")[0].startswith("command line: rollout.env: only the program of")
     (said, *_) = mistakes(PLAIN, "rollout.env=['A=b']")

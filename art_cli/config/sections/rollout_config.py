@@ -63,6 +63,16 @@ def _are_names(names: list[str]) -> list[str]:
 VariableNames = Annotated[list[str], AfterValidator(_are_names)]
 
 
+def _are_classes(names: list[str]) -> list[str]:
+    for name in names:
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is not the name of a class; write it without its module, such as KeyError")
+    return names
+
+
+ClassNames = Annotated[list[str], AfterValidator(_are_classes)]
+
+
 class RayClusterConfig(Section):
     """An existing Ray cluster, one of whose nodes is this machine."""
 
@@ -332,7 +342,7 @@ class RolloutConfig(Section):
     limit_reward: Float = 0.0
     """The reward if `max_turns`, the context length or the policy's own failure ends a rollout before it returned a
     reward."""
-    failures: list[str] = [*POLICY_FAILURES]
+    failures: ClassNames = [*POLICY_FAILURES]
     """The exception classes, with their subclasses, that mean the policy's own failure if the rollout's code raises one
     of them after a reply: a wrong tool call must not leave the reward. Such an attempt is trained on and gets at most
     its group's lowest reward. "own": all classes in the agent's files. Other errors, and errors raised from OSError,
