@@ -544,7 +544,8 @@ async def test_the_server_starts_without_what_unsloths_import_sets(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's memory for sleep and its graphs do not go with PYTORCH_ALLOC_CONF=expandable_segments:True."""
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    for name in ("PYTORCH_ALLOC_CONF", "UNSLOTH_COMPILE_LOCATION"):  # an earlier test's import leaves the second
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "0")
     monkeypatch.setattr(child, "_before", {})
     (tmp_path / "fake").mkdir()
