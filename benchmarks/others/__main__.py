@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shared.paths import ROOT
-from tests.support.models.tool_clients import MODEL, art_serve, build
+from tests.support.models.tool_clients import MODEL, build
+from tests.support.servers.serving import art_serve
 
 PACKAGES = {
     "lm-eval": ["lm_eval[api,hf]==0.4.13", "transformers==5.24.0", "torch==2.13.0"],
@@ -257,7 +258,7 @@ async def main(tools: list[str], model: Path | None) -> None:
             if served is None:
                 served = place / "tiny"
                 build(served, 2048)
-            async with art_serve(served, KEY, "--engine", "embedded") as (_, url):
+            async with art_serve(f"{MODEL}={served}", "--engine", "embedded", key=KEY) as (_, url):
                 lines = await TOOLS[tool](url, served, place)
                 lines.append(f"answered: {await answered(url)}")
             print(f"\n{tool}  ({', '.join(PACKAGES[tool])})", *lines, sep="\n  ", flush=True)

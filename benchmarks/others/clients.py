@@ -33,10 +33,11 @@ from art_cli.chat.requests import Request, Sampling, text_of
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.trajectory import prompt, sequence
 from benchmarks.shared.paths import ROOT
-from tests.support.models.tool_clients import ANSWER, CALL, MODEL, art_serve, converse, is_right, teach
+from tests.support.models.tool_clients import ANSWER, CALL, MODEL, converse, is_right, teach
 from tests.support.others.node import clients as install_node_client
 from tests.support.others.real_agents import PYTHON
 from tests.support.others.real_vllm import OPTIONS
+from tests.support.servers.serving import art_serve
 from tests.support.standins.scripted import Engine, ScriptedBackend
 
 CHAT, RESPONSES, MESSAGES = "chat", "responses", "messages"
@@ -124,7 +125,7 @@ async def measure(
     """What each client got from `art serve`, or from a gateway before it where that differs, and what was recorded; and
     the report of OpenEnv's check."""
     measured = {}
-    async with art_serve(checkpoint, KEY, *options) as (_, url):
+    async with art_serve(f"{MODEL}={checkpoint}", *options, key=KEY) as (_, url):
         report = await grade(url)
         for name in clients:
             program = PROGRAMS[name]
