@@ -100,7 +100,7 @@ TALK = scored([turn([1, 2], [3, 4]), turn([5], [6], parent=0, kept=4)], 1.0)  # 
 
 
 def test_a_number_is_a_policy_weight_of_every_sampled_token() -> None:
-    expected = [[nan, nan, 0.5, 0.5, nan, 0.5], *[[nan] * 6] * 5]
+    expected = [[nan, nan, 0.5, 0.5, nan, 0.5], *[[nan] * 6] * 4]
     np.testing.assert_equal(token_weights(TALK, 0.5), expected)
     np.testing.assert_equal(token_weights(TALK, Credit(policy=0.5)), expected)
 
