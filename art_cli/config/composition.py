@@ -21,8 +21,9 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from art_cli.config.config_file import read_document, read_text
 from art_cli.config.defaults_list import DefaultsError, DefaultsList, DefaultsPart, Options
 from art_cli.config.key_locations import COMMAND_LINE, Places, join
-from art_cli.config.overrides import Schema, groups, parse, refuse_sweeps
+from art_cli.config.overrides import Schema, groups, parse, refuse_sweeps, section_at
 from art_cli.config.packaged import packaged
+from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import ConfigError, Problem, no_such_option
 
 MAX_RESOLVED = 4 << 20  # characters of a configuration with its interpolations written out
@@ -177,6 +178,8 @@ class Composition:
                 for section, name in BY_NAME.items():
                     if key.startswith(f"{section}.") and isinstance(alone := OmegaConf.select(config, section), str):
                         OmegaConf.update(config, section, {name: alone}, merge=False)
+                for below in [join(key, name) for name in value] if isinstance(value, dict) else [key]:
+                    self._drop_other_names(config, below)
                 OmegaConf.update(config, key, value, merge=True, force_add=True)
         except Exception as error:  # OmegaConf may raise anything for an odd key
             message = "nothing there to remove" if setting.is_removed else " ".join(str(error).split())
@@ -184,6 +187,18 @@ class Composition:
             return
         for below in [join(key, name) for name in value] if isinstance(value, dict) else [key]:
             self.places.put(below, COMMAND_LINE)
+
+    def _drop_other_names(self, config: DictConfig, key: str) -> None:
+        """Removes a file's value under an old name of the key, because the command line wins."""
+        section, _, name = key.rpartition(".")
+        names = {"base_url", *OLD_NAMES}
+        if name not in names or not isinstance(there := OmegaConf.select(config, section), DictConfig):
+            return
+        schema = section_at(self.schema, section, OmegaConf.to_container(config))
+        for other in names - {name}:
+            is_from_file = other in there and self.places.of(join(section, other)) != COMMAND_LINE
+            if is_from_file and schema is not None and "base_url" in schema.model_fields:
+                del there[other]
 
     def _resolve(self, config: DictConfig) -> dict[str, Any]:
         """Returns the plain dict. `???` and failed interpolations become null and are added to `problems`."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from art_cli.config.key_locations import join
 from art_cli.config.schema import RunConfig
+from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import printable
 
 NOT_TRAINING = frozenset(
@@ -95,7 +96,8 @@ def general(key: str) -> str:
 
 def config_hash(config: RunConfig) -> str:
     """Returns 16 hexadecimal digits that identify the training."""
-    text = json.dumps(_training(config.model_dump(mode="json")), sort_keys=True)
+    training = _training(config.model_dump(mode="json"))
+    text = json.dumps(_renamed(training, {"base_url": "api_base"}), sort_keys=True)  # name in the hashes of older runs
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -109,7 +111,13 @@ def speed_hash(config: RunConfig) -> str:
 
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Returns the differences between two dumped configurations, sorted by key."""
-    return list(_differences("", _training(old), _training(new)))
+    return list(_differences("", _training(_renamed(old, OLD_NAMES)), _training(_renamed(new, OLD_NAMES))))
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {names.get(name, name): _renamed(each, names) for name, each in value.items()}
+    return [_renamed(each, names) for each in value] if isinstance(value, list) else value
 
 
 def _training(config: Mapping[str, Any]) -> dict[str, Any]:

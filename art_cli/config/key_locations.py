@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from art_cli.config.sections.base_config import OLD_NAMES
+
 COMMAND_LINE = "command line"
 
 
@@ -50,6 +52,9 @@ class Places:
 
     def of(self, key: str) -> str:
         """Returns the location of the key, of a nested key, or of the nearest enclosing section."""
+        section, _, name = key.rpartition(".")
+        written = (join(section, old) for old, new in OLD_NAMES.items() if new == name)
+        key = next((old for old in written if key not in self._places and old in self._places), key)
         while key and key not in self._places:
             if below := [place for known, place in self._places.items() if known.startswith(f"{key}.")]:
                 return below[0]

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from art_cli.config.key_locations import Places
 from art_cli.config.overrides import Schema, all_keys, section_at, variant_name, variant_names, variants
 from art_cli.config.packaged import packaged_groups, packaged_options
+from art_cli.config.sections.base_config import OLD_NAMES
 from art_cli.runtime.errors import Problem, first_sentence, no_such_option
 
 EXPECTED = {  # prefix of pydantic's error type -> expected value
@@ -26,10 +27,7 @@ EXPECTED = {  # prefix of pydantic's error type -> expected value
     "model_": "a section of 'key: value' lines",
 }
 CLOSE = 0.6  # difflib's default cutoff for a close match
-USUAL = {
-    **{"lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "temp": "temperature"},
-    **dict.fromkeys(("api_base", "url"), "base_url"),
-}
+USUAL = {"lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "temp": "temperature"}
 ABBREVIATED = 0.75  # likeness of an abbreviation, below the likeness of a one-letter typo
 MAX_NAME = 100  # longer names are not compared with keys, because that takes seconds
 MAX_PROBLEMS = 50  # further problems are only counted, because suggesting names takes 20 ms each
@@ -57,8 +55,10 @@ def no_such_key(key: str, data: dict[str, Any], schema: Schema) -> str:
     if not within and (options := packaged_options(key)):
         return f"an option is chosen in `defaults: [{{{key}: {options[0]}}}, _self_]`; there are: {', '.join(options)}"
     siblings = (section_at(schema, within, data) or schema).model_fields
-    known = [*siblings, *(packaged_groups() if not within else [])]
-    if near := _nearest(name, within, known, schema):
+    old = OLD_NAMES if "base_url" in siblings else {}
+    known = [*siblings, *old, *(packaged_groups() if not within else [])]
+    near = list(dict.fromkeys(old.get(each, each) for each in _nearest(name, within, known, schema)))
+    if near:
         return f"no such key; did you mean {' or '.join(map(repr, near))}?"
     return f"no such key; there are: {', '.join(siblings)}"
 
@@ -141,6 +141,8 @@ def _dotted(detail: ErrorDetails, data: Any) -> str:
     """Returns the key as the user wrote it, without the variant names in pydantic's `loc`."""
     parts: list[str] = []
     for part in detail["loc"]:
+        if isinstance(data, dict) and part not in data:  # the user may have written an old name
+            part = next((old for old, new in OLD_NAMES.items() if new == part and old in data), part)
         is_variant = bool(parts) and isinstance(data, dict) and part == data.get("name") and part != parts[-1]
         is_there = (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int))
         if is_there and not is_variant:

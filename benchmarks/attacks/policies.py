@@ -44,7 +44,7 @@ CASES = {
     "ahead": ("train.max_staleness=1", "loss.off_policy.name=truncate"),
     "vllm": tuple(each.replace("NUM", "1") for each in VLLM),
     "replicas": tuple(each.replace("NUM", "2") for each in VLLM),
-    "tinker": ("engine=tinker", "learner=tinker", "engine.base_url=URL"),
+    "tinker": ("engine=tinker", "learner=tinker", "engine.url=URL"),
 }
 
 

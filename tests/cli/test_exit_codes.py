@@ -279,7 +279,7 @@ def test_a_judge_that_compares_is_not_paid_for_single_attempts(art: Art, project
     for name, rows in (("both.jsonl", alone + pair), ("alone.jsonl", alone)):
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     with serving(Conduct(rule=lambda talks: float("22" not in str(talks)))) as server:
-        judge = ["judge=ruler", f"judge.base_url={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        judge = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
         code, out, err = art("judge", "both.jsonl", *judge, "judge.votes=1")
         assert (code, server.num_answered) == (0, 1), err
         assert "2 groups skipped: a single attempt cannot be compared" in out
@@ -315,7 +315,7 @@ def test_a_judged_evaluation_names_its_reward_by_what_it_is(art: Art, project: P
     (project / "rollout.py").write_text(VARIED.replace("return 0.5 if", "return None if"))
     Path("equal").touch()
     with serving(Conduct(rule=lambda talks: float(len(str(talks)) % 7))) as server:
-        judge = ["judge=ruler", f"judge.base_url={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        judge = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
         old = Trajectory(id="e0000-g0000-a00", group_id="old", group_size=1, index=0, scenario={"id": "old"})
         write_lines(RunDir(project / "runs/letters").eval_path(0), [old])
         code, out, err = art("train", "config.yaml", *SMALL[:1], *judge, "train.steps=1", "eval.every=1")

@@ -85,7 +85,7 @@ def findings(out: str) -> dict[str, dict[str, object]]:
 
 
 def judged_at(api_base: str) -> list[str]:
-    return ["judge=ruler", f"judge.base_url={api_base}", "judge.model=rule", "judge.cache=null"]
+    return ["judge=ruler", f"judge.api_base={api_base}", "judge.model=rule", "judge.cache=null"]
 
 
 def is_four(conversations: list[list[tuple[str, str]]]) -> float:
@@ -240,7 +240,7 @@ def test_check_finds_an_engine_that_is_not_there(art: Art, project: Path) -> Non
     python = project / "python"
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
-    for settings in ([], [f"engine.python={python}"], ["engine.base_url=http://127.0.0.1:9"]):
+    for settings in ([], [f"engine.python={python}"], ["engine.url=http://127.0.0.1:9"]):
         code, out, _ = art("check", project / "config.yaml", "engine=vllm", *settings, "--json")
         assert (code, list(findings(out)), findings(out)["engine"]["is_good"]) == (1, ["config", "engine"], False)
         assert findings(out)["engine"]["cure"]

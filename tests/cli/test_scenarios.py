@@ -45,7 +45,7 @@ class Writer:
 
 
 def run(server: ChatServer, output: Path, *more: str) -> int:
-    common = ["--model", "writer", f"judge.base_url={server.api_base}", "judge.retries=1"]
+    common = ["--model", "writer", f"judge.api_base={server.api_base}", "judge.retries=1"]
     return cli.run(["scenarios", "mcp", PLACE, "-o", str(output), *common, *more])
 
 
@@ -86,7 +86,7 @@ def test_a_configuration_gives_the_model_and_the_settings_of_the_environment(tmp
     config = tmp_path / "config.yaml"
     with chatting(ChatServer(Writer())) as server:
         rollout = json.dumps({"environment": {"name": SERVER, "args": {"tools": ["add"]}}, "scenarios": "tasks.jsonl"})
-        judge = json.dumps({"name": "ruler", "model": "m", "base_url": server.api_base})
+        judge = json.dumps({"name": "ruler", "model": "m", "api_base": server.api_base})
         config.write_text(f'model: {{base: "builtin:tiny"}}\nrollout: {rollout}\njudge: {judge}\n')
         output = str(tmp_path / "tasks.jsonl")
         assert cli.run(["scenarios", "mcp", PLACE, "-o", output, "--num", "5", "--config", str(config)]) == 0

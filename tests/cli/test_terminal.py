@@ -154,7 +154,7 @@ def judge(place: Path, api_base: str, *arguments: str) -> "subprocess.CompletedP
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MY_JUDGE_KEY": CANARY}
     return subprocess.run(
         [sys.executable, "-m", "art_cli", "judge", "t.jsonl", "--model", "rule\x1b[2J", "judge.cache=null",
-         f"judge.base_url={api_base}", "judge.api_key_env=MY_JUDGE_KEY", "judge.retries=0", *arguments],
+         f"judge.api_base={api_base}", "judge.api_key_env=MY_JUDGE_KEY", "judge.retries=0", *arguments],
         cwd=place, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

@@ -119,7 +119,7 @@ def test_an_empty_section_is_as_good_as_none() -> None:
 
 
 def test_groups_beside_the_file_are_found_and_come_before_the_packaged_ones() -> None:
-    write("name: openai\nbase_url: http://mine\nmodel: q\n", "engine/mine.yaml")
+    write("name: openai\nurl: http://mine\nmodel: q\n", "engine/mine.yaml")
     write("name: gspo\nclip: 0.5\n", "loss/grpo.yaml")
     config = load(PLAIN, "engine=mine", "loss=grpo")
     assert config.engine.model_dump()["base_url"] == "http://mine"
@@ -308,7 +308,7 @@ def test_a_number_where_text_is_wanted_is_that_text() -> None:
 
 
 def test_a_secret_under_a_wrong_key_is_not_repeated() -> None:
-    text = PLAIN + "engine: {name: openai, base_url: u, model: m, api_key: sk-secret}\n"
+    text = PLAIN + "engine: {name: openai, url: u, model: m, api_key: sk-secret}\n"
     assert mistakes(text) == ["config.yaml:3: engine.api_key: no such key; did you mean 'api_key_env'?"]
 
 
@@ -360,7 +360,7 @@ def test_a_syntax_error_in_an_inherited_file_names_that_file() -> None:
 
 def test_a_mistake_in_an_inherited_file_or_group_names_that_file() -> None:
     write(PLAIN + "train:\n  step: 1\n", "base.yaml")
-    write("name: openai\nbase_url: u\nmodel: m\ntimeout: 1\n", "engine/mine.yaml")
+    write("name: openai\nurl: u\nmodel: m\ntimeout: 1\n", "engine/mine.yaml")
     assert mistakes("defaults: [base]\n", "engine=mine") == [
         "base.yaml:4: train.step: no such key; did you mean 'steps'?",
         "engine/mine.yaml:4: engine.timeout: no such key; did you mean 'timeout_s'?",
@@ -490,7 +490,7 @@ def test_entry_and_command_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("engine={name: openai, base_url: u, model: m}", "engine"),
+        ("engine={name: openai, url: u, model: m}", "engine"),
         ("rollout.group_size=1", "rollout.group_size"),
         ("rollout.sampling.temperature=0", "rollout.sampling.temperature"),
     ],

@@ -213,7 +213,7 @@ REFERENCES = {
     "no rubric": ("judge: {name: ruler, rubric: rubric.txt}", "judge.rubric: "),
     "a rubric of nobody": ("judge: {name: ruler, rubric: ~no_such_user/x}", "judge.rubric: "),
     "a cache that is a directory": ("judge: {name: ruler, cache: .}", "judge.cache: "),
-    "a judge's address": ("judge: {name: ruler, model: m, base_url: nowhere}", "judge.base_url: "),
+    "a judge's address": ("judge: {name: ruler, model: m, api_base: nowhere}", "judge.base_url: "),
     "a judge among several": (
         "judge: {name: blend, blend: {a: 1}, judges: {a: {name: function, entry: 'x.py:f'}}}",
         "judge.judges.a.entry: ",
@@ -392,7 +392,7 @@ def test_a_model_that_is_not_the_found_checkpoints_is_refused(
 
 def test_what_a_command_would_ignore_is_refused(art: Art, project: Path) -> None:
     """An endpoint beside a checkpoint, and other transcripts than those that are named."""
-    endpoint = "engine={name: openai, base_url: 'http://127.0.0.1:9/v1', model: config}"
+    endpoint = "engine={name: openai, url: 'http://127.0.0.1:9/v1', model: config}"
     for command, more in {"generate": ["-o", "out.jsonl"], "eval": []}.items():
         assert "samples from its own model" in refused(
             art, command, "config.yaml", endpoint, "--checkpoint", "config_run", *more

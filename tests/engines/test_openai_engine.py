@@ -17,7 +17,7 @@ from tests.support.servers.ports import free_port
 
 
 def settings(url: str, model: str = "policy", key: str = "TEST_KEY") -> OpenAIEngineConfig:
-    return OpenAIEngineConfig(name="openai", base_url=url, model=model, api_key_env=key)
+    return OpenAIEngineConfig(name="openai", url=url, model=model, api_key_env=key)
 
 
 async def test_it_answers_what_the_endpoint_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

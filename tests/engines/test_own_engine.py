@@ -105,7 +105,7 @@ def test_what_an_engine_can_do_is_said_by_its_class_or_its_section(project: Path
 
     assert traits("embedded") == EngineTraits(enforces_formats=True, weights="here")
     assert traits("vllm") == EngineTraits(swaps_adapters=True, enforces_formats=True)
-    assert traits("{name: openai, base_url: 'http://x/v1', model: m}") == EngineTraits(
+    assert traits("{name: openai, url: 'http://x/v1', model: m}") == EngineTraits(
         can_train=False, enforces_formats=True
     )
     assert traits("{entry: 'others.py:Elsewhere'}") == EngineTraits(swaps_adapters=True)

@@ -40,10 +40,10 @@ def test_too_few_gpus_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"replicas": 2, "base_url": "http://a:1"}, "remove replicas"),
+        ({"replicas": 2, "url": "http://a:1"}, "remove replicas"),
         ({"replicas": 0}, "greater than 0"),
-        ({"base_url": []}, "is one server"),
-        ({"base_url": ["http://a:1", "http://b:1"]}, "is one server"),
+        ({"url": []}, "is one server"),
+        ({"url": ["http://a:1", "http://b:1"]}, "is one server"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -52,7 +52,7 @@ def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any]
 
 
 def test_a_list_of_one_address_is_that_address() -> None:
-    assert VllmEngineConfig.model_validate({"name": "vllm", "base_url": ["http://a:1"]}).base_url == "http://a:1"
+    assert VllmEngineConfig.model_validate({"name": "vllm", "url": ["http://a:1"]}).base_url == "http://a:1"
 
 
 async def test_every_replica_scores_the_probe(fake: Fake) -> None:

@@ -42,7 +42,7 @@ def address(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 @pytest.fixture
 async def engine(base: Base, address: str) -> AsyncIterator[TinkerEngine]:
-    config = TinkerEngineConfig(name="tinker", base_url=address, base_model="tiny", timeout_s=30)
+    config = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=30)
     engine = TinkerEngine(config, spec_of(base.weights), name="p")
     await engine.start()
     yield engine
@@ -122,7 +122,7 @@ async def test_a_checkpoint_whose_weights_are_here_is_refused(engine: TinkerEngi
 @pytest.mark.slow
 async def test_a_server_that_went_away_ends_the_run_and_not_only_the_call(base: Base, tmp_path: Path) -> None:
     with serving(base, tmp_path / "backend") as address:
-        config = TinkerEngineConfig(name="tinker", base_url=address, base_model="tiny", timeout_s=2)
+        config = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=2)
         engine = TinkerEngine(config, spec_of(base.weights), name="p")
         await engine.start()
         await engine.reply(asked())

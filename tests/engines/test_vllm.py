@@ -194,7 +194,7 @@ def test_the_model_decides_what_the_server_can_hold() -> None:
         ({"args": {"max_model_len": 5}}, r"use model\.max_length"),
         ({"args": {"--seed": 5}}, r"write it without dashes in front: 'seed'"),
         ({"env": {"VLLM_API_KEY": "x"}}, r"VLLM_API_KEY is set by art itself"),
-        ({"base_url": "http://h:1", "args": {"seed": 1}, "sleep": 0}, r"the server runs already: remove args, sleep"),
+        ({"url": "http://h:1", "args": {"seed": 1}, "sleep": 0}, r"the server runs already: remove args, sleep"),
         ({"api_key_env": "K"}, r"a server that art starts gets a random key"),
     ],
 )
@@ -835,7 +835,7 @@ def answers(port: int) -> bool:
 async def test_a_running_server_is_used_and_left_as_it_was(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     async with foreign(fake, monkeypatch) as url:
         for _ in range(2):  # the second run sees no leftovers
-            config = VllmEngineConfig(name="vllm", base_url=url, api_key_env="THEIR_KEY")
+            config = VllmEngineConfig(name="vllm", url=url, api_key_env="THEIR_KEY")
             engine = VllmEngine(config, MODEL, name="policy", logs=fake.logs)
             await engine.start()
             await engine.load(fake.adapter("a"), 1)
@@ -859,14 +859,14 @@ async def test_a_running_server_that_will_not_do_is_refused(
 ) -> None:
     async with foreign(fake, monkeypatch, manner) as url:
         engine = VllmEngine(
-            VllmEngineConfig(name="vllm", base_url=url, api_key_env=key), MODEL, name="policy", logs=fake.logs
+            VllmEngineConfig(name="vllm", url=url, api_key_env=key), MODEL, name="policy", logs=fake.logs
         )
         with pytest.raises(EngineError, match=said):
             await engine.start()
 
 
 async def test_an_address_where_nothing_answers_is_named(fake: Fake) -> None:
-    config = VllmEngineConfig(name="vllm", base_url="http://127.0.0.1:9")
+    config = VllmEngineConfig(name="vllm", url="http://127.0.0.1:9")
     engine = VllmEngine(config, MODEL, name="policy", logs=fake.logs)
     with pytest.raises(EngineError, match=r"engine\.base_url: http://127\.0\.0\.1:9.*start the server first"):
         await engine.start()

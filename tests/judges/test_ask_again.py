@@ -42,7 +42,7 @@ async def server() -> AsyncIterator[JudgeServer]:
 
 
 def make(server: JudgeServer, *, ask: int = 2, bound: float = 1.0, **settings: Any) -> RulerJudge:
-    given = {"model": "rule", "base_url": server.api_base, "cache": None, "votes": 2, "timeout_s": 5.0} | settings
+    given = {"model": "rule", "api_base": server.api_base, "cache": None, "votes": 2, "timeout_s": 5.0} | settings
     config = RulerJudgeConfig(name="ruler", noise=NoiseConfig(ask_again=ask, min_reliability=bound), **given)
     judge = RulerJudge(config, Path("."), first_delay_s=0.001)
     judge.noise = config.noise
@@ -250,7 +250,7 @@ def test_a_run_counts_the_groups_that_it_asked_again_and_what_they_took(tmp_path
             "eval=null",
             f"runs={tmp_path}",
             "judge=ruler",
-            f"judge.base_url={server.api_base}",
+            f"judge.api_base={server.api_base}",
         ]
         settings += ["judge.model=rule", "judge.cache=null", "judge.votes=2"]
         settings += ["judge.noise={ask_again: 1, min_reliability: 1}"]

@@ -105,7 +105,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def ruler(tmp_path_factory: pytest.TempPathFactory) -> RulerJudge:
     """Never asked: it writes its prompts, to count them."""
-    config = RulerJudgeConfig(name="ruler", model="m", base_url="http://127.0.0.1:9/v1", cache=None, votes=2)
+    config = RulerJudgeConfig(name="ruler", model="m", api_base="http://127.0.0.1:9/v1", cache=None, votes=2)
     return RulerJudge(config, tmp_path_factory.mktemp("ruler"))
 
 
@@ -213,7 +213,7 @@ def test_any_file_of_demos_is_read_or_refused_in_words(place: Path) -> None:
     ("good", "arguments"),
     [
         (ART, ["judge=rollout", "--fresh", "--json"]),
-        (PLAIN, ["judge.base_url=http://127.0.0.1:9/v1", "judge.cache=null", "--dry-run"]),
+        (PLAIN, ["judge.api_base=http://127.0.0.1:9/v1", "judge.cache=null", "--dry-run"]),
         (SCORED, ["--report", "--gold", "metrics.win", "--html", "r.html", "--gate", "pairwise_accuracy>=0.1"]),
     ],
     ids=["art", "dry run", "report"],

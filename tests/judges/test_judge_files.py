@@ -219,13 +219,30 @@ def test_a_digest_changes_with_all_that_decides_a_reward_and_with_nothing_else(t
     (tmp_path / "f.py").write_text(FUNCTION.format(2))
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0] }}")
     assert function() != before[0] and model() != before[1]
-    ruler = RulerJudgeConfig(name="ruler", base_url="http://127.0.0.1:9/v1", model="m", cache=None)
+    ruler = RulerJudgeConfig(name="ruler", api_base="http://127.0.0.1:9/v1", model="m", cache=None)
     blends = {
         made(BlendJudgeConfig(name="blend", blend=weights, judges={"ruler": judge} if "ruler" in weights else {}))
         for weights in ({"ruler": 1, "rollout": 2}, {"ruler": 2, "rollout": 1}, {"rollout": 1})
         for judge in (ruler, ruler.model_copy(update={"votes": 2}))
     }
     assert len(blends) == 2 + 2 + 1
+
+
+def test_a_file_that_an_older_art_wrote_with_ruler_is_gone_on_with(tmp_path: Path) -> None:
+    """Old RULER lines store the digest only in scores; old lines from other judges have no digest and are rejected."""
+    from art_cli.judges.files.session import scored_groups
+    from art_cli.runs.trajectory import Score, score_trajectory
+
+    rows = write("t.jsonl", 0.25, 1.0)
+    source = TrajectoryFile(Path("t.jsonl"))
+    scores = [Score(judge="ruler", score=0.5, settings="abc")], [Score(judge="function", score=0.5)]
+    for name, given in zip("rf", scores, strict=True):
+        plain = [msgspec.to_builtins(score_trajectory(row, 0.5, given)) for row in rows]
+        write_lines(tmp_path / name, [{key: row[key] for key in row if key != "judge_settings"} for row in plain])
+    assert scored_groups(TrajectoryFile(tmp_path / "r"), source, "abc") == {"g"}
+    for name, settings in (("r", "abd"), ("f", "abc")):
+        with pytest.raises(RunError, match=f"{name}:1: judged with other settings"):
+            scored_groups(TrajectoryFile(tmp_path / name), source, settings)
 
 
 # --- 5: who holds it --------------------------------------------------------------------------------------------------
@@ -347,7 +364,7 @@ def twice(line: str) -> list[str]:
 def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None:
     """RULER renders the file (a dry run writes every prompt), a judge scores it, and the output can be read back."""
     Path("pairs.jsonl").write_text("".join(f"{each}\n" for each in (GOOD.strip(), GOOD.strip(), *twice(line))))
-    ruler = ["judge.base_url=http://127.0.0.1:9/v1", "judge.cache=null"]
+    ruler = ["judge.api_base=http://127.0.0.1:9/v1", "judge.cache=null"]
     code, out, err = art("judge", "pairs.jsonl", *ruler, "--dry-run")
     assert code == 0 and out.startswith("2 groups to judge: 2 calls"), err
     Path("t.jsonl").write_text(f"{GOOD}{line}\n")

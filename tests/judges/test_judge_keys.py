@@ -72,7 +72,7 @@ async def asked(credentials: str) -> str:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         address = f"http://{credentials}127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-        provider = HttpProvider(JudgeModelConfig(model="m", base_url=address, api_key_env="ART_A"), Secrets([]))
+        provider = HttpProvider(JudgeModelConfig(model="m", api_base=address, api_key_env="ART_A"), Secrets([]))
         with pytest.raises(CallFailed, match="answered 400"):
             await provider.ask([], None, timeout_s=5)
         await provider.close()
@@ -99,7 +99,7 @@ async def test_a_judge_that_redirects_is_not_followed(monkeypatch: pytest.Monkey
         await asyncio.start_server(serve, "127.0.0.1", 0) as server,
     ):
         address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-        provider = HttpProvider(JudgeModelConfig(model="m", base_url=address, api_key_env="ART_A"), Secrets([]))
+        provider = HttpProvider(JudgeModelConfig(model="m", api_base=address, api_key_env="ART_A"), Secrets([]))
         with pytest.raises(CallFailed, match="307"):
             await provider.ask([], None, timeout_s=5)
         await provider.close()
@@ -117,7 +117,7 @@ async def test_a_key_that_no_header_can_hold_stops_the_judge_and_is_not_shown(mo
     key = "sk-canary-0011\nX-Other: 1"
     monkeypatch.setenv("ART_A", key)
     async with JudgeServer() as server:
-        member = JudgeModelConfig(model="m", base_url=server.api_base, api_key_env="ART_A")
+        member = JudgeModelConfig(model="m", api_base=server.api_base, api_key_env="ART_A")
         provider = HttpProvider(member, Secrets([key]))
         with pytest.raises(CallFailed) as failed:
             await provider.ask([], None, timeout_s=5)

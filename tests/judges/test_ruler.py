@@ -40,7 +40,7 @@ async def server() -> AsyncIterator[JudgeServer]:
 
 
 def make(server: JudgeServer, *, directory: Path = Path("."), job: str = "", **settings: Any) -> RulerJudge:
-    given = {"model": "rule", "base_url": server.api_base, "cache": None, "timeout_s": 5.0} | settings
+    given = {"model": "rule", "api_base": server.api_base, "cache": None, "timeout_s": 5.0} | settings
     return RulerJudge(RulerJudgeConfig(name="ruler", **given), directory, job=job, first_delay_s=0.001)
 
 
@@ -190,8 +190,8 @@ async def test_a_panel_takes_the_weighted_mean_and_keeps_each_models_score(serve
     """Weights 3 and 1, the second model sees quality q as 1 - q: reward = 0.75 q + 0.25 (1 - q)."""
     async with JudgeServer(Conduct(rule=lambda conversations: 1 - server.conduct.rule(conversations))) as contrary:
         panel = [
-            {"model": "honest", "base_url": server.api_base, "weight": 3.0},
-            {"model": "contrary", "base_url": contrary.api_base, "weight": 1.0},
+            {"model": "honest", "api_base": server.api_base, "weight": 3.0},
+            {"model": "contrary", "api_base": contrary.api_base, "weight": 1.0},
         ]
         judge = RulerJudge(RulerJudgeConfig(name="ruler", panel=panel, cache=None), Path("."))
         verdicts = await judge.judge(rated(QUALITIES))

@@ -46,7 +46,7 @@ def groups(count: int, *, size: int = 3, **fields: Any) -> list[Trajectory]:
 
 
 def judge(server: JudgeServer, *arguments: str, file: str = "t.jsonl") -> int:
-    return cli.run(["judge", file, f"judge.base_url={server.api_base}", "judge.model=rule", *arguments])
+    return cli.run(["judge", file, f"judge.api_base={server.api_base}", "judge.model=rule", *arguments])
 
 
 def scored(path: str = "t.scored.jsonl") -> list[ScoredTrajectory]:
@@ -275,7 +275,7 @@ def test_model_and_rubric_options_choose_ruler_over_a_configurations_judge(serve
         "model: {base: b}\nrollout: {entry: 'r.py:r', scenarios: s.jsonl}\njudge: {name: rollout}\n"
     )
     options = ["--config", "config.yaml", "--model", "mine", "--rubric", "rubric.txt"]
-    assert cli.run(["judge", "t.jsonl", *options, f"judge.base_url={server.api_base}"]) == 0
+    assert cli.run(["judge", "t.jsonl", *options, f"judge.api_base={server.api_base}"]) == 0
     [asked] = server.asked
     assert asked["model"] == "mine" and "Shorter is better." in asked["messages"][0]["content"]
     assert scored()[0].scores[0].model == "mine"
@@ -283,7 +283,7 @@ def test_model_and_rubric_options_choose_ruler_over_a_configurations_judge(serve
 
 def test_a_configurations_judge_is_used(server: JudgeServer) -> None:
     write_lines(Path("t.jsonl"), groups(1, returned_reward=0.5))
-    ruler = f"{{name: ruler, model: m, base_url: '{server.api_base}'}}"
+    ruler = f"{{name: ruler, model: m, api_base: '{server.api_base}'}}"
     blend = f"{{name: blend, blend: {{a: 3, rollout: 1}}, judges: {{a: {ruler}}}}}"
     Path("config.yaml").write_text(
         f"model: {{base: b}}\nrollout: {{entry: 'r.py:r', scenarios: s.jsonl}}\njudge: {blend}\n"
@@ -297,7 +297,7 @@ def test_a_configurations_judge_is_used(server: JudgeServer) -> None:
 
 
 def start(server: JudgeServer, *arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "art_cli", "judge", "t.jsonl", f"judge.base_url={server.api_base}"]
+    command = [sys.executable, "-m", "art_cli", "judge", "t.jsonl", f"judge.api_base={server.api_base}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*command, "judge.model=rule", *arguments],

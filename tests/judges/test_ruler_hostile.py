@@ -57,7 +57,7 @@ def away() -> Iterator[JudgeServer]:
 
 
 def make(server: JudgeServer, *, directory: Path = Path("."), job: str = "", **settings: Any) -> RulerJudge:
-    given = {"model": "rule", "base_url": server.api_base, "cache": None, "timeout_s": 20.0} | settings
+    given = {"model": "rule", "api_base": server.api_base, "cache": None, "timeout_s": 20.0} | settings
     return RulerJudge(RulerJudgeConfig(name="ruler", **given), directory, job=job, first_delay_s=0.001)
 
 
@@ -192,7 +192,7 @@ async def test_a_wait_of_some_seconds_is_shown_once_with_who_asked_and_how_many_
 async def test_a_model_that_waits_leaves_the_calls_to_the_panels_other_model(server: JudgeServer) -> None:
     """One place for calls. A model that waits half a minute must not delay the other model's answer."""
     server.conduct = Conduct(misbehaviour="429", times=1, retry_after="30")
-    panel = [{"model": name, "base_url": server.api_base} for name in "ab"]
+    panel = [{"model": name, "api_base": server.api_base} for name in "ab"]
     config = RulerJudgeConfig.model_validate({"name": "ruler", "panel": panel, "cache": None, "concurrency": 1})
     judge = RulerJudge(config, Path("."), first_delay_s=0.001)
     task = asyncio.create_task(judge.judge(rated(QUALITIES)))
@@ -210,7 +210,7 @@ def test_an_interrupt_ends_a_wait_and_the_wait_was_shown(tmp_path: Path) -> None
     with serving(Conduct(misbehaviour="429", retry_after="300")) as server:
         command = [sys.executable, "-m", "art_cli", "judge", "t.jsonl", "--model", "rule"]
         process = subprocess.Popen(
-            [*command, f"judge.base_url={server.api_base}", "judge.cache=null"],
+            [*command, f"judge.api_base={server.api_base}", "judge.cache=null"],
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert process.stderr is not None

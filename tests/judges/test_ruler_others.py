@@ -44,7 +44,7 @@ async def server() -> AsyncIterator[JudgeServer]:
 
 
 def blend(server: JudgeServer, weights: dict[str, float]) -> BlendJudgeConfig:
-    ruler = RulerJudgeConfig(name="ruler", model="m", base_url=server.api_base, cache=None)
+    ruler = RulerJudgeConfig(name="ruler", model="m", api_base=server.api_base, cache=None)
     return BlendJudgeConfig(name="blend", blend=weights, judges={"ruler": ruler} if "ruler" in weights else {})
 
 
@@ -213,14 +213,14 @@ async def test_code_that_a_reward_model_brings_is_never_run(
 async def test_one_call_scores_a_group_and_keeps_what_failed(server: JudgeServer) -> None:
     group = rated([0.2, 0.9, 0.4])
     group[1].error = "timeout: 3 s"
-    judged = await art_cli.ruler_score_group(group, "m", base_url=server.api_base, cache=None)
+    judged = await art_cli.ruler_score_group(group, "m", api_base=server.api_base, cache=None)
     assert [(each.id, each.reward) for each in judged] == [("g-0", 0.2), ("g-1", None), ("g-2", 0.4)]
 
 
 async def test_one_call_takes_plain_conversations_a_rubric_and_parameters(server: JudgeServer) -> None:
     group = [{"messages": trajectory.messages} for trajectory in rated([0.2, 0.9])]
     judged = await art_cli.ruler_score_group(
-        group, "m", {"temperature": 0}, "Shorter is better.", base_url=server.api_base, cache=None, votes=2
+        group, "m", {"temperature": 0}, "Shorter is better.", api_base=server.api_base, cache=None, votes=2
     )
     assert [each.reward for each in judged] == [0.2, 0.9]
     assert "Shorter is better." in server.asked[0]["messages"][0]["content"] and server.asked[0]["temperature"] == 0
@@ -251,7 +251,7 @@ async def test_a_foreign_group_comes_back_as_a_copy_with_its_rewards_set(server:
     rows = [ForeignTrajectory(messages_and_choices=each.messages, reward=0.5) for each in rated([0.2, 0.9])]
     group = ForeignGroup(trajectories=rows, metadata={"a": "b"})
     before = copy.deepcopy(group)
-    judged = await art_cli.ruler_score_group(group, "m", base_url=server.api_base, cache=None)
+    judged = await art_cli.ruler_score_group(group, "m", api_base=server.api_base, cache=None)
     assert group == before
     assert isinstance(judged, ForeignGroup) and judged.metadata == {"a": "b"}
     assert [each.reward for each in judged.trajectories] == [0.2, 0.9]
@@ -264,7 +264,7 @@ async def test_a_foreign_group_comes_back_as_a_copy_with_its_rewards_set(server:
 
 async def test_a_failure_is_raised_or_swallowed_as_asked_and_a_wrong_setting_is_named(server: JudgeServer) -> None:
     server.conduct = Conduct(misbehaviour="seven")
-    settings = {"base_url": server.api_base, "cache": None, "attempts": 1}
+    settings = {"api_base": server.api_base, "cache": None, "attempts": 1}
     with pytest.raises(JudgeError):
         await art_cli.ruler_score_group(rated([0.2, 0.9]), "m", **settings)
     assert await art_cli.ruler_score_group(rated([0.2, 0.9]), "m", swallow_exceptions=True, **settings) is None

@@ -32,7 +32,7 @@ def test_a_judge_that_follows_the_rule_trains_as_the_rollouts_own_reward_does(tm
     """Two steps of 3 groups of 4. Scores are rounded to six places; control characters are cleaned one for one."""
     own = run(tmp_path / "own")
     with serving(Conduct(rule=share_of_letters, misbehaviour="out_of_order")) as server:
-        ruler = ["judge=ruler", f"judge.base_url={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        ruler = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
         judged = run(tmp_path / "judged", *ruler)
     for step in range(2):
         rows = judged.scored(step)
@@ -48,7 +48,7 @@ def test_a_judge_that_follows_the_rule_trains_as_the_rollouts_own_reward_does(tm
 @pytest.mark.slow
 def test_a_judge_that_gives_no_usable_answer_stops_the_run_and_a_mended_one_goes_on(tmp_path: Path) -> None:
     with serving(Conduct(rule=share_of_letters, misbehaviour="seven")) as server:
-        ruler = ["judge=ruler", f"judge.base_url={server.api_base}", "judge.model=rule", "judge.cache=null"]
+        ruler = ["judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"]
         with pytest.raises(RunError, match="3 groups could not be judged .*no usable verdict"):
             run(tmp_path, *ruler)
         server.conduct = Conduct(rule=share_of_letters)
@@ -65,7 +65,7 @@ def test_a_judge_that_is_replaced_inside_a_run_is_found_when_it_begins(
     models = [*["rule-1"] * 3, *["rule-2"] * 3]
     with serving(Conduct(rule=share_of_letters, models=models)) as server:
         files = run(
-            tmp_path, "judge=ruler", f"judge.base_url={server.api_base}", "judge.model=rule", "judge.cache=null"
+            tmp_path, "judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule", "judge.cache=null"
         )
     named = [{name for name in line.metrics if name.startswith("judged_by.")} for line in files.metrics()]
     assert named == [{"judged_by.rule-1"}, {"judged_by.rule-2"}]

@@ -79,7 +79,7 @@ def settings(**knobs: Any) -> TrainConfig:
 
 
 def remote(base: Base, address: str, loss: LossConfig, **knobs: Any) -> TinkerLearner:
-    engine = TinkerEngineConfig(name="tinker", base_url=address, base_model="tiny", timeout_s=30)
+    engine = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=30)
     return TinkerLearner(
         spec_of(policy(base)),
         LearnerSetup(
@@ -246,7 +246,7 @@ REFUSED = {
     "rollout.sampling.temperature=0.7": "logprobs at 1 only",
     "learner=torch": "set both",
     "engine=embedded": "set engine=tinker",
-    "engine.base_url=http://user:secret@host": "engine.base_url",
+    "engine.url=http://user:secret@host": "engine.url",
 }
 
 
@@ -255,7 +255,7 @@ REFUSED = {
 def test_what_cannot_be_said_to_a_server_is_refused_at_load(override: str) -> None:
     from art_cli.loop.references import check_ready
 
-    chosen = ["engine=tinker", "engine.base_url=http://127.0.0.1:9", "learner=tinker"]
+    chosen = ["engine=tinker", "engine.url=http://127.0.0.1:9", "learner=tinker"]
     if override == "engine=embedded":
         chosen = ["learner=tinker"]
     with pytest.raises(ConfigError, match=REFUSED[override]):
@@ -269,9 +269,7 @@ def test_faults_are_one_line_each_and_show_no_key(
     """Nothing listens; another server; a wrong key, none, one that the SDK does not take; another base; gone midway."""
 
     def fault(address: str, **knobs: Any) -> str:
-        engine = TinkerEngineConfig(
-            name="tinker", base_url=address, **{"base_model": "tiny", "timeout_s": 2.0, **knobs}
-        )
+        engine = TinkerEngineConfig(name="tinker", url=address, **{"base_model": "tiny", "timeout_s": 2.0, **knobs})
         with pytest.raises(RemoteError) as caught:
             TinkerLearner(
                 spec_of(policy(base)),

@@ -64,7 +64,7 @@ class Side:
         )
 
     def remote(self, loss: LossConfig, *, sft: SftConfig | None = None, **knobs: Any) -> TinkerLearner:
-        engine = TinkerEngineConfig(name="tinker", base_url=self.address, base_model="tiny", timeout_s=30)
+        engine = TinkerEngineConfig(name="tinker", url=self.address, base_model="tiny", timeout_s=30)
         return TinkerLearner(
             spec_of(self.weights()),
             LearnerSetup(

@@ -220,7 +220,7 @@ def test_a_small_model_has_float32_on_a_gpu_if_its_engine_is_embedded(
         ([], MAX_KL),
         (["train.max_kl=0.2"], 0.2),
         (["train.max_kl=null"], None),
-        (["learner=tinker", "engine={name: tinker, base_url: 'http://127.0.0.1:1', base_model: tiny}"], None),
+        (["learner=tinker", "engine={name: tinker, url: 'http://127.0.0.1:1', base_model: tiny}"], None),
     ],
 )
 def test_a_step_is_bounded_where_weights_can_be_drawn_back(

@@ -83,7 +83,7 @@ def test_a_language_model_that_judges_by_position_or_by_chance_is_named(
     entry = ("rollout.entry=rollout.py:judged", "judge=ruler", "judge.model=rule", "judge.cache=null")
     in_turn = ("rollout.concurrency=1", "judge.concurrency=1")  # the server draws its noise as the calls come
     with serving(Conduct(rule=rule, **conduct)) as server:
-        settings = [f"runs={tmp_path}", RATE, *entry, *in_turn, f"judge.base_url={server.api_base}"]
+        settings = [f"runs={tmp_path}", RATE, *entry, *in_turn, f"judge.api_base={server.api_base}"]
         found = asyncio.run(plan(load_config(PLANNED / "config.yaml", settings), repeats=2))
         again = asyncio.run(plan(load_config(PLANNED / "config.yaml", settings), repeats=3)) if not kind else found
     kinds = [doubt.kind for doubt in found.doubts]

@@ -120,7 +120,7 @@ def test_dollars_of_a_judge_count_over_all_starts(project: Path) -> None:
     """Each step asks for two groups at a known price. A rule with the cost of 1.5 steps fires in step 2."""
     shutil.copy(LETTERS / "rollout.py", project / "rollout.py")
     with serving(Conduct(rule=share_of_letters)) as server:
-        judge = ["eval=null", "judge=ruler", f"judge.base_url={server.api_base}", "judge.model=rule"]
+        judge = ["eval=null", "judge=ruler", f"judge.api_base={server.api_base}", "judge.model=rule"]
         unpriced = [*judge, f"judge.cache={project}/cache.sqlite"]
         with pytest.raises(ConfigError, match=r"stop\.0\.usd: no price is known for rule"):
             start(project, [{"usd": 1.0}], *unpriced)

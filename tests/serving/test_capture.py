@@ -569,7 +569,7 @@ async def test_hostile_headers_and_huge_bodies_are_refused_and_calls_go_on(tmp_p
 
 def test_a_file_needs_no_more_than_an_endpoint(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("engine: {name: openai, base_url: http://127.0.0.1:1/v1, model: m}\n")
+    path.write_text("engine: {name: openai, url: http://127.0.0.1:1/v1, model: m}\n")
     loaded = load_gateway(path, ["gateway.idle_s=5"])
     assert (loaded.trajectories, loaded.gateway.idle_s, loaded.run) == (tmp_path / "runs/mine/gateway", 5.0, None)
     path.write_text("gateway: {redact: {patterns: ['(']}}\n")

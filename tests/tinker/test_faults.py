@@ -45,7 +45,7 @@ class Setting:
         self._made: list[TinkerLearner] = []
 
     def learner(self, *, timeout_s: float = 20.0) -> TinkerLearner:
-        engine = TinkerEngineConfig(name="tinker", base_url=self.address, base_model="tiny", timeout_s=timeout_s)
+        engine = TinkerEngineConfig(name="tinker", url=self.address, base_model="tiny", timeout_s=timeout_s)
         loss = GrpoConfig(name="grpo")
         made = TinkerLearner(
             self.policy,

@@ -48,7 +48,7 @@ class Trained:
         self.base, self.address, self.path = base, address, directory / "step_0001"
         lora = None if base.is_whole else LoraConfig(rank=4)
         policy = on_base(base.weights, None)
-        engine = TinkerEngineConfig(name="tinker", base_url=address, base_model="tiny", timeout_s=30)
+        engine = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=30)
         train = TrainConfig(learning_rate=1e-2, max_logprob_gap=10.0)
         learner = TinkerLearner(
             spec_of(policy),
@@ -109,10 +109,10 @@ def test_a_preflight_asks_the_server(tmp_path: Path, art: Art) -> None:
     """Found: the base model there, and its context. Not found: one line says what is wrong with the address."""
     with serving(tiny_base(tmp_path / "tiny"), tmp_path / "backend") as address:
         chosen = ["engine=tinker", "learner=tinker", "engine.base_model=tiny", f"runs={tmp_path}"]
-        code, out, errors = art("check", LETTERS, "--json", f"engine.base_url={address}", *chosen)
+        code, out, errors = art("check", LETTERS, "--json", f"engine.url={address}", *chosen)
         found = json.dumps(json.loads(out)) + errors
         assert code == 0 and address in found and "tokens of context" in found, found
-        code, out, errors = art("check", LETTERS, "--json", "engine.base_url=http://127.0.0.1:9", *chosen)
+        code, out, errors = art("check", LETTERS, "--json", "engine.url=http://127.0.0.1:9", *chosen)
         assert code == 1 and "nothing answers" in out + errors
     gc.collect()
 
@@ -123,7 +123,7 @@ def test_a_small_adapter_goes_on_at_a_server_that_takes_no_larger_ones(tmp_path:
     base = Base(tiny_base(tmp_path / "tiny").weights, name="tiny", lora=None, learner=TorchLearnerConfig())
     with serving(base, tmp_path / "backend", limits=BackendLimits(rank=8)) as address:
         trained = Trained(base, address, tmp_path / "run")
-        engine = TinkerEngineConfig(name="tinker", base_url=address, base_model="tiny", timeout_s=30)
+        engine = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=30)
         policy = spec_of(on_base(base.weights, None))
         learner = TinkerLearner(
             policy,

@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     ValidatorFunctionWrapHandler,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -19,6 +20,7 @@ MAX_COUNT = 2**31 - 1
 YEAR_S = 31_536_000.0  # longest timeout; event loops reject 1e308 s
 MAX_PROCESSES = 1024
 MAX_NAME = 200  # characters in a run's name; file names have up to 255, and some add a suffix to the run's name
+OLD_NAMES = {"api_base": "base_url", "url": "base_url"}  # key in judges and engines until 2026 -> current key
 
 
 def _not_true_or_false(value: Any) -> Any:
@@ -59,6 +61,17 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # `name=7` on a command line is a name
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_names(cls, data: Any) -> Any:
+        """Renames old keys for a server's address. Raises ValueError for two of these keys."""
+        if not isinstance(data, Mapping) or "base_url" not in cls.model_fields:
+            return data
+        given = [name for name in ("base_url", *OLD_NAMES) if name in data]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(map(repr, given))} are one key: keep {given[0]!r} alone")
+        return {OLD_NAMES.get(name, name): value for name, value in data.items()}
 
 
 class ImportedVariants:

@@ -125,7 +125,7 @@ def _find_fault(
         return None
     if found.reward is None:
         return "not scored: neither a reward nor an error"
-    if found.judge_settings != settings:
+    if _settings_of(found) != settings:
         return "judged with other settings (judge, model, rubric, function, weights, ...)"
     return None
 
@@ -144,6 +144,14 @@ def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
         return expected == scored
     except RecursionError:
         return False
+
+
+def _settings_of(scored: ScoredTrajectory) -> str | None:
+    """Returns the digest of the line's judge; older versions stored it only in RULER's scores."""
+    if scored.judge_settings is not None:
+        return scored.judge_settings
+    found = {score.settings for score in scored.scores}
+    return found.pop() if len(found) == 1 else None
 
 
 class Summary(msgspec.Struct, kw_only=True):

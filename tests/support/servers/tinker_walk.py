@@ -40,7 +40,7 @@ async def sampled(engine: TinkerEngine, checkpoint: Path) -> int:
 
 
 def walk(address: str, base: str, directory: Path) -> None:
-    config = TinkerEngineConfig(name="tinker", base_url=address, base_model="tiny", timeout_s=60)
+    config = TinkerEngineConfig(name="tinker", url=address, base_model="tiny", timeout_s=60)
     spec = read_spec(ModelConfig(base=base, lora=LoraConfig(rank=4)), base, is_remote=True)
     train = TrainConfig(learning_rate=1e-3, max_logprob_gap=10.0, epochs_per_step=2)
     scored = list(read_lines(directory / "scored.jsonl", ScoredTrajectory))
