@@ -36,7 +36,7 @@ class RewardModelJudge(Judge):
         self.config, self._directory = config, directory
         self._turn, self._computing = asyncio.Lock(), threading.Lock()  # waiting groups occupy no thread
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
-        self._failure: JudgeStopped | None = None  # of loading; other groups wait for the model, and do not try again
+        self._failure = ""  # why the model could not be loaded; other groups do not try again
         self._digest: str | None = None
 
     @property
@@ -131,8 +131,8 @@ class RewardModelJudge(Judge):
         """Loads the model, once. Raises JudgeStopped on failure, then for every group."""
         if self._loaded is not None:
             return self._loaded
-        if self._failure is not None:
-            raise self._failure
+        if self._failure:
+            raise JudgeStopped(self._failure)
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         hide_progress_bars()
@@ -144,13 +144,11 @@ class RewardModelJudge(Judge):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=False)
             model = model.to(pick_device(self.config.device, "judge.device")).eval()
-        except UsageError as error:
-            self._failure = JudgeStopped(str(error))
-            raise self._failure from error
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the GPU has too little memory
+        except (UsageError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: the GPU has too little memory
             line = " ".join(str(error).split())[:300]
-            self._failure = JudgeStopped(f"judge.model: {self.config.model} cannot be loaded: {line}")
-            raise self._failure from error
+            named = f"judge.model: {self.config.model} cannot be loaded: {line}"
+            self._failure = str(error) if isinstance(error, UsageError) else named
+            raise JudgeStopped(self._failure) from error
         tokenizer.truncation_side = "left"  # keep the end of the conversation
         tokenizer.padding_side = "right"  # padding after the rest leaves its positions as they are
         if tokenizer.pad_token_id is None:

@@ -42,6 +42,14 @@ class ShadowJudges:
         self._config = config
         self._failures = dict.fromkeys(config, 0)  # consecutive failures
 
+    async def open(self) -> None:
+        """Loads models as Judge.open does. Never raises."""
+        for name, judge in self.judges.items():
+            try:
+                await judge.open()
+            except Exception as error:  # training must not depend on a shadow judge
+                self._fail(name, describe(error))
+
     async def score(self, group: Sequence[Trajectory]) -> Shadows:
         """Returns shadow scores for the group's finished trajectories. Never raises."""
         finished = [trajectory for trajectory in group if trajectory.error is None]

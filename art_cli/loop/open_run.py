@@ -114,7 +114,8 @@ async def open_run(claim: Claim, *, resume_hint: str | None = None) -> AsyncIter
         stack.enter_context(interrupts.handled())
         for part in (trackers, shadows, judge):
             stack.push_async_callback(part.close)
-        await judge.open()  # after the learner's import of Unsloth, before its rehearsal of memory and vLLM's start
+        for each in (shadows, judge):  # after the learner's import of Unsloth, before its rehearsal and vLLM's start
+            await each.open()
         await stack.enter_async_context(running_learner(learner, config, policy, interrupts))
         origin = await _find_origin(config, policy)
         writer = RunWriter(config, files, policy, origin, learner, trackers, claim.mirror, interrupts)

@@ -177,15 +177,16 @@ def hunt(
     interrupts = Interrupts("interrupted: the hunt stopped early; with -o FILE the same command continues from FILE")
 
     async def search() -> None:
-        with interrupts.handled():
-            async with open_sampler(
-                loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=logs
-            ) as sampler:
-                judge = make_judge(loaded.config.judge, loaded.directory)
-                try:
+        judge = make_judge(loaded.config.judge, loaded.directory)
+        try:
+            with interrupts.handled():
+                await judge.open()  # before vLLM takes the memory that is free
+                async with open_sampler(
+                    loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=logs
+                ) as sampler:
                     await _Search(loaded, sampler, judge, scenarios, found).run(minutes)
-                finally:
-                    await judge.close()
+        finally:
+            await judge.close()
 
     with (
         open_hunt(output, _digest(loaded, source, scenarios)) as found,

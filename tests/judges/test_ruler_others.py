@@ -20,12 +20,13 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import art_cli
 from art_cli.cli import app as cli
-from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
+from art_cli.config.schema import BlendJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig, ShadowConfig
 from art_cli.config.sections.judge_config import DEFAULT_JUDGE
 from art_cli.judges import costs, make_judge, trial
 from art_cli.judges.costs import find_price
 from art_cli.judges.reward_model import RewardModelJudge
 from art_cli.judges.ruler.ruler_judge import RulerJudge
+from art_cli.judges.shadow_judges import ShadowJudges
 from art_cli.runtime import gpus
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError
 from tests.support.judges.judge_server import Conduct, JudgeServer
@@ -157,6 +158,20 @@ async def test_a_reward_model_is_loaded_on_opening_where_an_engine_would_take_th
     assert not await is_loaded()
     monkeypatch.setattr(gpus, "has_gpu", lambda environment: True)
     assert await is_loaded() and not await is_loaded(device="cpu")
+
+
+async def test_shadow_judges_are_opened_too_and_one_that_cannot_be_loaded_does_not_stop_the_run(
+    reward_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "has_gpu", lambda environment: True)
+    (tmp_path / "damaged").mkdir()
+    models = {"own": str(reward_model), "damaged": str(tmp_path / "damaged")}
+    config = {name: {"judge": {"name": "reward_model", "model": model}} for name, model in models.items()}
+    shadows = ShadowJudges({name: ShadowConfig.model_validate(each) for name, each in config.items()}, tmp_path)
+    await shadows.open()
+    assert [each._loaded is not None for each in shadows.judges.values()] == [True, False]  # type: ignore[attr-defined]
+    scores = await shadows.score(rated([1.0, 0.0]))
+    assert {score.judge for each in scores.values() for score in each} == {"own"}
 
 
 async def test_a_reward_model_that_is_not_there_stops_and_a_label_that_is_not_there_too(

@@ -116,7 +116,7 @@ def test_a_step_has_the_same_places_after_a_restart_and_an_epoch_plays_each_scen
     _, mix = mixed(tmp_path, "rollout.groups_per_step=4")
     steps = [mix.places(step)[0] for step in range(21)]
     for step in (0, 7, 20):
-        assert mixed(tmp_path, "rollout.groups_per_step=4")[1].places(step, {}) == (steps[step], [])
+        assert mixed(tmp_path, "rollout.groups_per_step=4")[1].places(step) == (steps[step], [])
     assert {len(step) for step in steps} == {4}
     played = [place for step in steps for place in step]
     assert Counter(place.source for place in played) == {"letters": 56, "other": 28}
