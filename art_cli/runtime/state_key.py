@@ -5,7 +5,7 @@ Python that runs rollouts may lack other packages (rollouts/bootstrap.py).
 """
 
 import hashlib
-from urllib.parse import quote, unquote_to_bytes
+from urllib.parse import quote, unquote
 
 RECORD_HEADER = "X-Art-Record"
 NO_RECORD = "no"
@@ -23,14 +23,17 @@ def write_header(key: str) -> str:
 def read_header(value: str) -> str | None:
     """Returns the key from a header value, up to MAX_LENGTH characters; None for an empty value.
 
-    Starlette decodes a header's bytes as Latin-1. Many clients send UTF-8 without percent-encoding. Invalid
-    percent-encoding is kept literally, so clients may send plain ASCII keys.
+    Invalid percent-encoding is kept literally, so clients may send plain ASCII keys.
     """
-    data = unquote_to_bytes(value.encode("latin-1"))
+    return shortened(unquote(read_text(value), errors="replace")) or None
+
+
+def read_text(value: str) -> str:
+    """Returns a header value's text. Starlette decodes the bytes as Latin-1, and many clients send UTF-8."""
     try:
-        return shortened(data.decode()) or None
+        return value.encode("latin-1").decode()
     except UnicodeDecodeError:
-        return shortened(data.decode("latin-1"))
+        return value
 
 
 def shortened(key: str) -> str:

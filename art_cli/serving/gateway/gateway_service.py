@@ -44,7 +44,7 @@ from art_cli.rollouts.rollout_gateway import Gateway, Upstream
 from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, UsageError, printable
 from art_cli.runtime.secrets import MIN_LENGTH, Secrets
-from art_cli.runtime.state_key import RECORD_HEADER
+from art_cli.runtime.state_key import RECORD_HEADER, read_text
 from art_cli.serving.gateway.conversations import Conversation, Conversations, prefixes_of
 from art_cli.serving.gateway.feedback_service import FeedbackService
 from art_cli.serving.gateway.journal import Journal
@@ -114,7 +114,7 @@ class NamedConversations:
         headers = Headers(scope=scope)
         _, name = self._clients.split(WIRES.key(scope["path"], headers))
         if name and CONVERSATION_HEADER not in headers:
-            header = (CONVERSATION_HEADER.lower().encode(), quote(name.encode("latin-1")).encode())
+            header = (CONVERSATION_HEADER.lower().encode(), quote(read_text(name)).encode())
             scope = {**scope, "headers": [*scope["headers"], header]}
         await self._app(scope, receive, send)
 
