@@ -187,7 +187,7 @@ def _served_run(run: "LoadedConfig", checkpoint: Path | None, which: "Which", lo
         raise UsageError(
             f"--follow: engine {engine.name!r} cannot change checkpoints here; take {' or '.join(ENGINES)}"
         )
-    return ServedRun(files, Loader(engine, logs), name=run.config.name)
+    return ServedRun(files, Loader(engine, logs, num_policies=2), name=run.config.name)
 
 
 def _named(checkpoint: Path | None, which: "Which") -> str:

@@ -101,9 +101,11 @@ def run(
         sources = _find_sources(checkpoints, which=which, base=base, dtype=dtype, directory=directory)
         if is_following and not all(source.run is not None for source in sources):
             raise UsageError("--follow: name a run (or a checkpoint in one); nothing else has new checkpoints")
-        loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), logs=directory)
-        if loader.swaps_adapters and len(sources) > 1:
-            raise UsageError("--engine vllm serves one checkpoint; start one server for each, or --engine embedded")
+        loader = Loader(_choose_engine(engine, knobs or [], sources, is_trusted=is_trusted), directory, len(sources))
+        if loader.swaps_adapters and not _fit_in_one_server(sources):
+            raise UsageError(
+                "--engine vllm serves adapters on one base; start one server per base, or --engine embedded"
+            )
         log.info("loading %s into %s", ", ".join(map(str, sources)), loader.config.name)
         service = Service(
             Policies([ServedPolicy(source, loader) for source in sources]),
@@ -160,7 +162,7 @@ def _choose_engine(
 
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
     first = sources[0]
-    obstacle = "vLLM serves one checkpoint only" if len(sources) > 1 else ""
+    obstacle = "" if _fit_in_one_server(sources) else "vLLM serves adapters on one base only"
     is_open = name == "auto" and not first.is_hosted
     may_be_vllm = name == "vllm" or (is_open and machine.has_gpu() and not obstacle)
     if may_be_vllm and not is_trusted and first.run is not None:
@@ -179,6 +181,12 @@ def _choose_engine(
         raise UsageError("prompts that were searched for different endpoints: start one server for each")
     has_prompts = all(source.prompt is not None for source in sources)
     return engine_config(name, settings, trained, has_prompts=has_prompts, is_trusted=is_trusted)
+
+
+def _fit_in_one_server(sources: "Sequence[Source]") -> bool:
+    """Returns whether one vLLM server can serve all of them: one source, or adapters on the same base."""
+    bases = {(each.base, each.dtype, each.max_length, each.quantize) for each in sources}
+    return len(sources) == 1 or (len(bases) == 1 and all(each.adapter is not None for each in sources))
 
 
 def _endpoint_key(source: "Source") -> tuple[object, ...] | None:

@@ -54,8 +54,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """Samples from one policy at one step at a time. Every wait inside has a deadline; failures raise EngineError.
 
-    Two methods are optional: `async def occupancy(self) -> EngineLoad | None`, used by `rollout.concurrency: auto`, and
-    `async def score_replicas(self, token_ids) -> list[list[float]]`, which returns scores per replica.
+    Three methods are optional: `async def occupancy(self) -> EngineLoad | None`, used by `rollout.concurrency: auto`;
+    `async def score_replicas(self, token_ids) -> list[list[float]]`, which returns scores per replica; and `def
+    beside(self, policy: PolicySpec, *, name: str, step: int) -> Engine | None`, which returns an engine for another
+    policy in the same server, or None if there is no room.
     """
 
     endpoint: Endpoint

@@ -9,13 +9,14 @@ run changes when the run's preferred checkpoint changes.
 
 Loader creates the engine for a source. Memory of embedded engines: a base model per (base, dtype, context,
 quantization), shared by its policies; and per policy an adapter and a KV cache, doubled during a checkpoint change.
-vLLM uses memory in a separate process.
+vLLM uses memory in a separate process. Policies on one base share its vLLM server.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from art_cli.config.schema import (
     OwnEngineConfig,
     RunConfig,
     TinkerEngineConfig,
+    VllmEngineConfig,
 )
 from art_cli.config.sections.engine_config import HOSTED
 from art_cli.engines import Engine, make_engine
@@ -43,6 +45,7 @@ from art_cli.models.adapters import on_base
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
+from art_cli.models.run_memory import ADAPTERS
 from art_cli.models.tokenizer import templated_tokenizer
 from art_cli.models.weights import Weights
 from art_cli.runs import run_checkpoints
@@ -78,7 +81,14 @@ class Loader:
 
     config: EngineConfig
     logs: Path  # log directory for separate engine processes
+    num_policies: int = 1  # served at the same time, besides checkpoint changes
     _bases: dict[tuple[str, str, int | None, str | None], Weights] = field(default_factory=dict)
+    _engines: weakref.WeakSet[Engine] = field(default_factory=weakref.WeakSet)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.config, VllmEngineConfig) and self.num_policies > 1:
+            slots = {"max-loras": ADAPTERS * self.num_policies}  # the user's arguments win
+            self.config = self.config.model_copy(update={"args": slots | self.config.args})
 
     @property
     def swaps_adapters(self) -> bool:
@@ -90,8 +100,11 @@ class Loader:
         policy: Weights | PolicySpec | None = None
         if self.config.can_train:
             policy = await call_in_thread(self._weights if self.config.weights == "here" else _spec, source)
-        engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
+        engine = self._beside_others(policy, source)
+        if engine is None:
+            engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
         await engine.start()
+        self._engines.add(engine)
         try:
             if self.config.weights != "here" and source.adapter is not None:
                 await engine.load(source.adapter.resolve(), source.step)
@@ -99,6 +112,15 @@ class Loader:
             await engine.close()
             raise
         return engine
+
+    def _beside_others(self, policy: Weights | PolicySpec | None, source: Source) -> Engine | None:
+        """Returns an engine in the server of an earlier engine, if that server has room."""
+        for engine in self._engines if isinstance(policy, PolicySpec) and source.adapter is not None else ():
+            beside = getattr(engine, "beside", None)
+            made: Engine | None = beside and beside(policy, name=source.name, step=source.step)
+            if made is not None:
+                return made
+        return None
 
     def _weights(self, source: Source) -> Weights:
         if source.adapter is None and source.prompt is None and source.run is not None:  # full weights are never shared

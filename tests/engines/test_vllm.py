@@ -631,6 +631,84 @@ asyncio.run(main())
         time.sleep(0.02)
 
 
+# --- several engines in one server ------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def beside_each_other(fake: Fake, manner: str = "") -> AsyncIterator[tuple[VllmEngine, VllmEngine]]:
+    async with fake.running(manner, args={"max-loras": 4}) as first:
+        second = first.beside(MODEL, name="other", step=0)
+        assert second is not None
+        await second.start()
+        yield first, second
+        await second.close()
+
+
+def ask(model: str) -> Request:
+    return structs.replace(chat("hello"), model=model)
+
+
+async def test_engines_share_a_server_and_keep_adapters_of_their_own(fake: Fake) -> None:
+    """Also under one name, and after the server's death. Each change of one engine leaves the other's adapter."""
+    async with beside_each_other(fake) as (first, second):
+        third = first.beside(MODEL, name="policy", step=0)
+        assert third is None, "four slots serve two engines"
+        await first.load(fake.adapter("a"), 6)
+        await second.load(fake.adapter("b"), 6)
+        assert (await first.reply(ask("policy"))).step == (await second.reply(ask("other"))).step == 6
+        assert await first.score(PROBE) != await second.score(PROBE)
+        scores = await first.score(PROBE), await second.score(PROBE)
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: not second._ready.is_set)
+        assert (await first.score(PROBE), await second.score(PROBE)) == scores
+        await second.load(fake.adapter("c"), 7)
+        assert await first.score(PROBE) == scores[0]
+    assert len(fake.starts()) == 2
+
+
+async def test_the_last_engine_stops_the_server(fake: Fake) -> None:
+    first = VllmEngine(fake.config(args={"max-loras": 4}), MODEL, name="policy", logs=fake.logs)
+    await first.start()
+    second = first.beside(MODEL, name="policy", step=0)
+    assert second is not None
+    await second.start()
+    await first.load(fake.adapter("a"), 1)
+    await second.load(fake.adapter("b"), 1)
+    await first.close()
+    with pytest.raises(ChatError, match="closed"):
+        await first.reply(chat())
+    assert (await second.reply(chat())).step == 1
+    third = second.beside(MODEL, name="policy", step=0)
+    assert third is not None, "the first engine's place is free"
+    pid = second.pid
+    await second.close()
+    assert not is_alive(pid)
+    with pytest.raises(EngineError, match="the server was closed"):
+        await third.start()
+    gone = [call["body"]["lora_name"] for call in fake.calls() if call.get("path") == "/v1/unload_lora_adapter"]
+    assert gone == ["policy@0001"]
+
+
+async def test_an_adapter_that_is_gone_after_a_restart_fails_its_engine_alone(fake: Fake) -> None:
+    async with beside_each_other(fake) as (first, second):
+        await first.load(fake.adapter("a"), 6)
+        await second.load(fake.adapter("b"), 6)
+        (fake.directory / "b" / "adapter_config.json").unlink()
+        os.kill(first.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="not a LoRA adapter"):
+            await asyncio.wait_for(second.watch(), 20)
+        assert (await first.reply(ask("policy"))).step == 6
+
+
+@pytest.mark.parametrize(
+    "change", [{"base": "org/other"}, {"lora_rank": 16}, {"chat_template": "other"}, {"quantize": "4bit"}]
+)
+async def test_another_base_or_a_larger_adapter_needs_another_server(fake: Fake, change: Json) -> None:
+    async with fake.running(args={"max-loras": 4}) as engine:
+        assert engine.beside(structs.replace(MODEL, **change), name="other", step=0) is None
+        assert engine.beside(structs.replace(MODEL, lora_rank=8), name="other", step=0) is not None
+
+
 # --- dying ------------------------------------------------------------------------------------------------------------
 
 

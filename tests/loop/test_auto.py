@@ -370,7 +370,7 @@ def test_a_knob_of_one_engine_needs_that_engines_name(project: Path, text: str, 
 
 
 def test_serving_chooses_by_the_same_facts(tmp_path: Path) -> None:
-    """vLLM is looked for where `--set python` or the run says; it serves one checkpoint only."""
+    """vLLM is looked for where `--set python` or the run says; it serves adapters on one base only."""
     source = scripted_source()._replace(base=str(tmp_path))
     machine = MachineOf(modules=())
 

@@ -368,7 +368,7 @@ def test_errors_of_serving_are_lines(run: RunDir, tmp_path: Path, capsys: pytest
     for arguments, code, message in (
         ([str(run.root), "--dtype", "int8"], 2, "--dtype int8: one of"),
         ([str(tmp_path)], 1, "no checkpoint (manifest.json), run"),
-        ([f"a={run.root}", f"b={run.root}", "--engine", "vllm"], 2, "serves one checkpoint"),
+        ([f"a={run.root}", "b=builtin:tiny", "--engine", "vllm"], 2, "serves adapters on one base"),
         ([str(run.checkpoint_path(1)), "--best"], 2, "--best picks among"),
     ):
         assert cli.run(["serve", *arguments]) == code

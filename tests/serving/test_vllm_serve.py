@@ -41,6 +41,7 @@ from tests.support.servers.serving import art_serve, number
 pytestmark = MARKS
 
 KEY = "the-key-of-this-test"
+OTHER = "other"  # the same run under another name: another adapter in the same server
 USER = {"role": "user", "content": QUESTION}
 COLOR = {
     "type": "object",
@@ -68,7 +69,7 @@ class Served(NamedTuple):
             return (await http.get(self.root + path)).text
 
     async def say(self, **options: Any) -> str:
-        reply = await self.ai.chat.completions.create(model=MODEL, **{"messages": [USER], **options})
+        reply = await self.ai.chat.completions.create(**{"model": MODEL, "messages": [USER], **options})
         return reply.choices[0].message.content or ""
 
     async def greedy(self) -> list[int]:
@@ -85,7 +86,9 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     run, log = teach(place, [demo(TOOLS)]), place / "serve.log"
     with log.open("wb") as file:
         async with (
-            art_serve(f"{MODEL}={run.root}", *OPTIONS, "--follow", key=KEY, log=file.fileno()) as (process, url),
+            art_serve(
+                *(f"{name}={run.root}" for name in (MODEL, OTHER)), *OPTIONS, "--follow", key=KEY, log=file.fileno()
+            ) as (process, url),
             openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as ai,
         ):
             yield Served(process, url, run, log, ai)
@@ -137,6 +140,11 @@ async def test_it_says_what_the_checkpoint_says(served: Served) -> None:
     assert reply.usage is not None
     sampled = sum(len(choice.token_ids) for choice in reply.choices)  # type: ignore[attr-defined]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), sampled)
+
+
+async def test_a_second_policy_shares_the_server(served: Served) -> None:
+    assert await served.say(model=OTHER, temperature=0) == await served.say(temperature=0)
+    assert served.log.read_text().count("vllm: starting ") == 1
 
 
 async def test_a_stream_is_the_plain_reply_in_pieces(served: Served) -> None:
@@ -221,9 +229,9 @@ async def test_without_the_key_there_is_health_and_nothing_else(served: Served) 
         assert (await http.get("/health")).status_code == 200
         for path in ("/ready", "/metrics", "/v1/models", "/v1/load_lora_adapter"):
             assert (await http.get(path)).status_code == 401
-    assert json.loads(await served.get("/ready"))["models"] == [
-        {"id": MODEL, "step": 0, "policy": run_checkpoints.listed(served.run)[0].policy}
-    ]
+    policy = run_checkpoints.listed(served.run)[0].policy
+    models = [{"id": name, "step": 0, "policy": policy} for name in (MODEL, OTHER)]
+    assert json.loads(await served.get("/ready"))["models"] == models
     metrics = await served.get("/metrics")
     assert number(metrics, "art_requests_total", route="/v1/chat/completions", code="200") > 0
     assert number(metrics, "art_sampled_tokens_total", model=MODEL) > 0
@@ -279,7 +287,9 @@ async def test_following_changes_adapters_and_drops_nothing(served: Served) -> N
     for places in (*([answers.index(ids) for ids in mine] for mine in said), [whole.index(text) for text in heard]):
         assert places == sorted(places)
         assert set(places) == {0, 1}
-    assert json.loads(await served.get("/ready"))["models"] == [{"id": MODEL, "step": 1}]
+    await until(lambda: served.log.read_text().count("answers from step 1 now") == 2)
+    assert json.loads(await served.get("/ready"))["models"] == [{"id": name, "step": 1} for name in (MODEL, OTHER)]
+    assert await served.say(model=OTHER, temperature=0) == await served.say(temperature=0)
     assert number(await served.get("/metrics"), "art_checkpoint_changes_total", model=MODEL) == 1
 
 

@@ -7,7 +7,8 @@
     control.py        control calls: health, adapters, sleep, scores; Ready: whether the server answers;
                       Adapters: each step's adapter under a unique name, unloaded when idle
     chats.py          conversations containing markers as text, sent as tokens
-    vllm_engine.py    VllmEngine: an Engine over such a server; restarts a server that dies
+    shared_server.py  SharedServer: the engines of one server, which is restarted if it dies
+    vllm_engine.py    VllmEngine: an Engine over such a server, alone or beside other engines
     vllm_policies.py  VllmPolicies: several policies in one server, for `art backend`
 
 The server's prefix cache is never stale because adapter names are never reused.

@@ -171,7 +171,7 @@ def command(
         "max-model-len": model.max_length,
         "enable-lora": True,
         "max-loras": ADAPTERS,
-        "max-lora-rank": _lora_rank(model.lora_rank or 1),
+        "max-lora-rank": rank_slot(model),
         "logprobs-mode": "processed_logprobs",  # logprobs after temperature, top_p and top_k
         "generation-config": "vllm",  # ignores sampling defaults in the model's generation_config.json
         "enable-auto-tool-choice": True,
@@ -202,7 +202,9 @@ def command(
     return [str(python), "-m", MODULE, *_flags(arguments), "--middleware", GUARD]
 
 
-def _lora_rank(rank: int) -> int:
+def rank_slot(model: PolicySpec) -> int:
+    """Returns the largest adapter rank of a server for this policy. Raises EngineError above vLLM's limit."""
+    rank = model.lora_rank or 1
     for allowed in LORA_RANKS:
         if rank <= allowed:
             return allowed

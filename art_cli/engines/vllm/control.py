@@ -272,14 +272,19 @@ class Adapter:
 
 
 class LoadedAdapters:
-    """The adapters of one server: the base model initially, then the adapter from each `load`."""
+    """An engine's adapters in one server: the base model initially, then the adapter from each `load`."""
 
-    def __init__(self, control: Control, make_backend: MakeBackend, *, base: str, prefix: str, step: int) -> None:
-        """`base` is the served name of the base model, `prefix` the common prefix of adapter names."""
+    def __init__(
+        self, control: Control, make_backend: MakeBackend, *, base: str, prefix: str, step: int, names: set[str]
+    ) -> None:
+        """`base` is the served name of the base model, `prefix` the common prefix of adapter names.
+
+        `names` are the adapter names that the server has had so far. A new name is added and never used again.
+        """
         self.control = control
         self.current = Adapter(base, make_backend(base, step), is_base=True)
         self._make_backend, self._prefix = make_backend, prefix
-        self._names: set[str] = set()  # all names used so far
+        self._names = names
         self._alive = {self.current}
         self._ends: set[asyncio.Task[None]] = set()  # adapters being unloaded
 

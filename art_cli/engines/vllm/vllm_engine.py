@@ -2,15 +2,10 @@
 
     request -> waits while the server restarts or sleeps -> HttpBackend of the step's adapter -> the server
 
-A watcher notices when the server dies, starts a new server once, and reloads the current adapter. Requests in flight
-fail with transport errors, so their rollouts are retried; new requests wait. If the second server also dies, the engine
-has failed: `watch` and every other call raise. Replicas are ranks inside the server, which distributes requests and
-loads adapters into all of them.
-
-Traffic decides which requests may be in the server together. On a CPU vLLM 0.32 crashes on a LoRA batch with prompt
-logprobs and another request: logits for all prompt tokens meet a mapping with one row per request
-("einsum(): subscript b"). So on a CPU prompts are scored alone. Traffic can go when
-https://github.com/vllm-project/vllm/issues/16668 is closed.
+A server that dies is started once more (shared_server.py). Requests in flight fail with transport errors, so their
+rollouts are retried; new requests wait. If the second server also dies, the engine has failed: `watch` and every other
+call raise. Replicas are ranks inside the server, which distributes requests and loads adapters into all of them.
+`beside` returns an engine for another policy in the same server.
 """
 
 import asyncio
@@ -35,14 +30,14 @@ from art_cli.engines.proof import MOST_GAP
 from art_cli.engines.vllm import arguments
 from art_cli.engines.vllm.chats import Chats
 from art_cli.engines.vllm.control import LoadedAdapters, Ready, Refused, Scored, Unreachable
-from art_cli.engines.vllm.vllm_server import OwnServer, RunningServer, restore_arguments
+from art_cli.engines.vllm.shared_server import MAX_RESTARTS, SharedServer
+from art_cli.engines.vllm.vllm_server import OwnServer, restore_arguments
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runtime.errors import DriftError, EngineError
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-MAX_RESTARTS = 1
 DEATH_S = 2.0  # longest delay between a failed request and noticing the server's death
 NOTICE_S = 10.0  # for repeatable calls
 DRAIN_S = 600.0  # longest wait for requests in flight before sleeping
@@ -54,63 +49,47 @@ TOO_LONG_CODE = "context_length_exceeded"
 STALE_BOUNDS = {"float32": 1e-3}
 
 
-class Traffic:
-    """Admits requests in arrival order, some sharing the server and some alone in it."""
-
-    def __init__(self) -> None:
-        self._entering = asyncio.Lock()  # fair
-        self._num_shared = 0
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
-
-    @contextlib.asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        async with self._entering:
-            self._num_shared += 1
-            self._is_empty.clear()
-        try:
-            yield
-        finally:
-            self._num_shared -= 1
-            if not self._num_shared:
-                self._is_empty.set()
-
-    @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        async with self._entering:
-            await self._is_empty.wait()
-            yield
-
-
 class VllmEngine:
     """Engine and Backend in one. Before any `load` it samples from the base model."""
 
-    def __init__(self, config: VllmEngineConfig, model: PolicySpec, *, name: str, step: int = 0, logs: Path) -> None:
-        """Raises EngineError if the Python is missing or this machine does not support a setting."""
+    def __init__(
+        self,
+        config: VllmEngineConfig,
+        model: PolicySpec,
+        *,
+        name: str,
+        step: int = 0,
+        logs: Path,
+        shared: SharedServer | None = None,
+    ) -> None:
+        """Starts a server unless `shared` names one. Raises EngineError if the Python is missing or this machine does
+        not support a setting.
+        """
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
-        self._config, self.dtype = config, model.dtype
-        self._server: OwnServer | RunningServer
-        if config.base_url is None:
-            self._server = OwnServer(config, model, name=name, log=logs / "vllm.log")
-        else:
-            self._server = RunningServer(config, config.base_url)
+        self._config, self.dtype, self._logs = config, model.dtype, logs
+        self._shared = shared or SharedServer(config, model, name=name, logs=logs)
+        self._server = self._shared.process
         given = arguments.user_args(config).keys() & {"tool-call-parser", "reasoning-parser"}
         has_parsers = config.base_url is not None or bool(given)
         self._chats = Chats(model, has_parsers=has_parsers)
-        self._traffic = Traffic()
         self._scores_alone = isinstance(self._server, OwnServer) and not self._server.has_gpu
         self._name = name
         self._adapters: LoadedAdapters | None = None  # in the newest server
         self._loaded: tuple[Path, int] | None = None  # checkpoint and step
         self._ready = Ready(config.start_timeout_s)
-        self._awake, self._may_restart = asyncio.Event(), asyncio.Event()
+        self._awake = asyncio.Event()
         self._steering = asyncio.Lock()
-        self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, config: VllmEngineConfig, setup: EngineSetup) -> "VllmEngine":
         assert setup.policy is not None, "vLLM has to know which base model it serves"
         return cls(config, setup.policy, name=setup.name, step=setup.step, logs=setup.logs)
+
+    def beside(self, policy: PolicySpec, *, name: str, step: int) -> "VllmEngine | None":
+        """Returns an engine for another policy in the same server; None if the server cannot serve it as well."""
+        if not self._shared.has_room_for(policy):
+            return None
+        return VllmEngine(self._config, policy, name=name, step=step, logs=self._logs, shared=self._shared)
 
     @property
     def backend(self) -> Backend:
@@ -124,16 +103,10 @@ class VllmEngine:
     # --- Engine -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        assert self._watcher is None, "started twice"
+        assert self._adapters is None, "started twice"
         self._awake.set()
-        self._may_restart.set()
-        try:
-            await self._chats.start()
-            await self._bring_up()
-        except BaseException:
-            await self._server.stop()
-            raise
-        self._watcher = asyncio.create_task(self._watch_server())
+        await self._chats.start()
+        await self._shared.join(self)
 
     async def load(self, checkpoint: Path, step: int) -> None:
         """Raises CheckpointError without an adapter; EngineError if the server rejects it or is permanently gone."""
@@ -169,11 +142,11 @@ class VllmEngine:
 
     def sampling(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Admits a sampling request. Any number may run together."""
-        return self._traffic.shared()
+        return self._shared.traffic.shared()
 
     def scoring(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Admits a request for prompt logprobs, alone in the server if vLLM cannot mix it with sampling."""
-        return self._traffic.alone() if self._scores_alone else self._traffic.shared()
+        return self._shared.traffic.alone() if self._scores_alone else self._shared.traffic.shared()
 
     def longest_prompt(self) -> None:
         """Returns None, because only the server knows its tokenizer."""
@@ -198,14 +171,14 @@ class VllmEngine:
             await adapters.control.sleep(self._server.sleep_level)
 
         await self._steer(sleep)
-        self._may_restart.clear()  # a server that dies during sleep restarts when memory is free again
+        self._shared.may_restart.clear()  # a server that dies during sleep restarts when memory is free again
 
     async def wake(self) -> None:
         """Resumes sampling; the learner has freed its temporary memory."""
         if self._server.sleep_level == 0:
             return
         slept = self._adapters
-        self._may_restart.set()
+        self._shared.may_restart.set()
         drops_base = self._server.sleep_level == 2
 
         async def wake(adapters: LoadedAdapters) -> None:
@@ -223,13 +196,12 @@ class VllmEngine:
         await self._ready.failure()
 
     async def close(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait((self._watcher,))
+        is_last = await self._shared.leave(self)
         self._ready.fail("the engine is closed")
         if self._adapters is not None:
-            await self._adapters.close(unload=isinstance(self._server, RunningServer))
-        await self._server.stop()
+            await self._adapters.close(unload=not is_last or not self._shared.is_own)
+        if is_last:
+            await self._server.stop()
 
     # --- Backend ------------------------------------------------------------------------------------------------------
 
@@ -318,49 +290,39 @@ class VllmEngine:
                     await until(partial(self._is_lost, adapters), DEATH_S, "it lives")
             raise
 
-    # --- the server ---------------------------------------------------------------------------------------------------
+    # --- Member of the server -----------------------------------------------------------------------------------------
 
-    async def _bring_up(self) -> None:
-        """Starts a server and loads the current adapter into it."""
-        await self._server.start()
+    async def attach(self) -> None:
+        """Loads the current adapter into a server that has just started, or that other engines use already."""
         adapters = LoadedAdapters(
             self._server.control,
             self.make_backend,
             base=self._server.base_name,
             prefix=self._prefix(),
             step=self.endpoint.step,
+            names=self._shared.adapter_names,
         )
         self._adapters = adapters
         if self._loaded is not None:
             await adapters.load(*self._loaded)
         self._ready.set()
 
+    async def detach(self) -> None:
+        self._ready.clear()
+        await self._adapters_or_fail().close(unload=False)
+
+    def fail(self, message: str) -> None:
+        self._ready.fail(message)
+
+    # --- the server ---------------------------------------------------------------------------------------------------
+
     def _prefix(self) -> str:
         """Returns the prefix of adapter names. In a running server, a random part avoids leftover names."""
-        return self._name if isinstance(self._server, OwnServer) else f"{self._name}-{secrets.token_hex(4)}"
+        return self._name if self._shared.is_own else f"{self._name}-{secrets.token_hex(4)}"
 
     def make_backend(self, name: str, step: int) -> HttpBackend:
         url = f"{self._server.control.root}/v1"
         return HttpBackend(url, self._server.key, name, step=step, timeout_s=self._config.timeout_s)
-
-    async def _watch_server(self) -> None:
-        """Restarts the server after its death, up to MAX_RESTARTS times."""
-        try:
-            for number in range(MAX_RESTARTS + 1):
-                reason = await self._server.ended()
-                self._ready.clear()
-                message = f"vllm: the server ended ({reason}); {self._server.last_lines()}"
-                await self._adapters_or_fail().close(unload=False)
-                await self._server.stop()
-                if number == MAX_RESTARTS:
-                    raise EngineError(message)
-                for line in (*message.splitlines(), "it is started once more"):
-                    log.warning("%s", line)
-                await self._may_restart.wait()
-                await self._bring_up()
-                log.warning("vllm: the server answers again")
-        except Exception as error:  # the boundary of this task: everybody waiting for the server must get the error
-            self._ready.fail(str(error) if isinstance(error, EngineError) else f"vllm: {type(error).__name__}: {error}")
 
     def _adapters_or_fail(self) -> LoadedAdapters:
         assert self._adapters is not None, "ready without a server"

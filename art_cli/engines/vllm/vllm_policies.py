@@ -25,7 +25,8 @@ from art_cli.chat.requests import Request
 from art_cli.config.sections.engine_config import VllmEngineConfig
 from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.control import FILES, LoadedAdapters, Unreachable
-from art_cli.engines.vllm.vllm_engine import MAX_RESTARTS, NOTICE_S, VllmEngine, complete_logprobs, until
+from art_cli.engines.vllm.shared_server import MAX_RESTARTS
+from art_cli.engines.vllm.vllm_engine import NOTICE_S, VllmEngine, complete_logprobs, until
 from art_cli.engines.vllm.vllm_server import OwnServer
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.manifest import Probe
@@ -62,7 +63,7 @@ class VllmPolicies(VllmEngine):
     async def close(self) -> None:
         """Stops an own server. A running server is restored to its original state."""
         for policy in list(self.policies):
-            await policy.close(unload=not isinstance(self._server, OwnServer))
+            await policy.close(unload=not self._shared.is_own)
         await super().close()
 
     def new_name(self) -> str:
