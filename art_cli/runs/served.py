@@ -14,6 +14,7 @@ from art_cli.runtime.errors import DataError, one_line
 from art_cli.runtime.lots import is_drawn
 
 SERVED_FILE = "served.json"
+CURE = "remove the file, and the run's best checkpoint answers"
 
 
 class Canary(msgspec.Struct, frozen=True):
@@ -46,10 +47,10 @@ def read_served(run: Path) -> Served | None:
     try:
         served = msgspec.convert(read_object(path, within=run), Served)
     except msgspec.ValidationError as error:
-        raise DataError(f"not written by art improve: {one_line(error)}", path) from None
+        raise DataError(f"not written by art improve: {one_line(error)}; {CURE}", path) from None
     checkpoints = [served.checkpoint, *served.previous, *([served.canary.checkpoint] if served.canary else [])]
     if outside := [each for each in checkpoints if not (run / each).resolve().is_relative_to(run.resolve())]:
-        raise DataError(f"{outside[0]!r} is not in the run", path)
+        raise DataError(f"{outside[0]!r} is not in the run; {CURE}", path)
     return served
 
 

@@ -258,7 +258,9 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
         config,
         directories(loaded),
         loaded.directory,
-        read_before={(nights.run / file).resolve() for night in known for file in night.files},
+        read_before={
+            (nights.run / file).resolve() for night in known if night.outcome != "failed" for file in night.files
+        },
         tested=tested,
     )
     if len(traffic.scenarios) < config.min_scenarios:
@@ -543,10 +545,11 @@ def _told(night: Night, config: ImproveConfig) -> str:
         parts.append(f"trained on from {night.start}")
     parts += [f"{each.scenarios} {_shown(each)}" for each in night.gates]
     if (trial := night.trial) is not None:
-        parts.append(
-            f"canary: {config.canary.metric} {trial.candidate:.3f} ({trial.num_candidate} ratings) against "
-            f"{trial.promoted:.3f} ({trial.num_promoted})"
+        rated = (
+            f"{trial.candidate:.3f} ({trial.num_candidate} ratings) against {trial.promoted:.3f} ({trial.num_promoted})"
         )
+        num = trial.num_candidate + trial.num_promoted
+        parts.append(f"canary: {config.canary.metric} {rated if num else 'has no ratings yet'}")
     ending = f"{night.outcome}: {night.reason}" if night.outcome else "no verdict yet; run again when there is feedback"
     return f"{'; '.join(parts)}; {ending}"
 

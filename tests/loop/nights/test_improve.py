@@ -266,6 +266,7 @@ def test_a_night_that_fails_says_why_and_is_given_up_after_three_tries(filled: P
         assert "adapter_model.safetensors" in filled.art("improve", code=1)
     night = filled.improve()["night"]
     assert (night["outcome"], night["num_failures"]) == ("failed", 3) and "adapter_model" in night["reason"]
+    assert "adapter_model.safetensors" in filled.art("improve", code=1), "the next night reads the same conversations"
     served = read_served(filled.root)
     assert served is not None and served.canary is None
 
