@@ -5,6 +5,7 @@ configurations and a tokenizer, never weights.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,16 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def spec_of(weights: Weights) -> PolicySpec:
     """Returns the spec of a policy held in this process."""
-    ranks = [max([lora.r, *lora.rank_pattern.values()]) for lora in _adapters(weights)]
-    template, text = weights.tokenizer.chat_template, weights.model.config.get_text_config()
-    has_experts = bool(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None))
-    targets = {name.rpartition(".")[2] for lora in _adapters(weights) for name in lora.target_modules}
+    template = weights.tokenizer.chat_template
     return PolicySpec(
         base=weights.base,
         dtype=weights.dtype_name,
         vocabulary=weights.vocabulary,
         max_length=weights.max_length,
-        lora_rank=max(ranks, default=None),
+        lora_rank=max(map(_rank_of, _adapters(weights)), default=None),
         chat_template=template if isinstance(template, str) else None,
         learner_device=str(weights.device),
-        lora_targets=tuple(sorted(targets)) if has_experts else (),
+        lora_targets=_targets(weights.model.config, _adapters(weights)),
         quantize=weights.quantize,
     )
 
@@ -97,22 +95,36 @@ def read_spec(
     if config.chat_template is not None:
         template = read_template(config.chat_template)
     configured = config.lora.rank if config.lora is not None else None
+    trained = None if adapter is None else _read_lora(adapter)
     return PolicySpec(
         base=base,
         dtype=dtype,
         vocabulary=files.get_text_config().vocab_size,
         max_length=length_of(config, files),
-        lora_rank=configured if adapter is None else _rank_of(adapter),
+        lora_rank=configured if trained is None else _rank_of(trained),
         chat_template=template if isinstance(template, str) else None,
         learner_device=None if device is None else pick_device(device),
+        lora_targets=() if trained is None else _targets(files, [trained]),
         quantize=config.quantize,
     )
 
 
-def _rank_of(adapter: Path) -> int:
+def _read_lora(adapter: Path) -> Any:
     import peft
 
     with fitting(adapter):
-        lora: Any = peft.PeftConfig.from_pretrained(str(adapter))
-        rank: int = max([lora.r, *lora.rank_pattern.values()])
+        return peft.PeftConfig.from_pretrained(str(adapter))
+
+
+def _rank_of(lora: Any) -> int:
+    rank: int = max([lora.r, *lora.rank_pattern.values()])
     return rank
+
+
+def _targets(model_config: Any, loras: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the last parts of the adapted modules' names; () without experts, or if a pattern selects modules."""
+    text = model_config.get_text_config()
+    has_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if not has_experts or any(isinstance(lora.target_modules, str) for lora in loras):
+        return ()
+    return tuple(sorted({name.rpartition(".")[2] for lora in loras for name in lora.target_modules or ()}))

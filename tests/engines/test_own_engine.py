@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from transformers import Gemma3Config
+from peft import LoraConfig
+from transformers import Gemma3Config, Qwen3MoeConfig
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig, load_config
@@ -155,8 +156,19 @@ def test_a_spec_of_a_checkpoint_has_its_adapters_rank(tmp_path: Path) -> None:
     save_weights(tiny_weights(lora_rank=2), adapter)
     bare = ModelConfig(base=base, lora=None)
     assert read_spec(bare, base, adapter=adapter).lora_rank == 2
+    assert read_spec(bare, base, adapter=adapter).lora_targets == ()
     with pytest.raises(UsageError, match="model.base: .*config.json: no such file"):
         read_spec(bare, str(tmp_path / "adapter"))
+
+
+def test_a_spec_of_a_mixture_of_experts_names_the_adapted_modules(tmp_path: Path) -> None:
+    """So that vLLM reserves no adapters for the experts."""
+    base, adapter = save_tiny_base(tmp_path / "base"), tmp_path / "adapter"
+    save_weights(tiny_weights(lora_rank=2), adapter)
+    Qwen3MoeConfig(vocab_size=265, hidden_size=8, num_hidden_layers=1, num_experts=4).save_pretrained(base)
+    targets = {name.rpartition(".")[2] for name in LoraConfig.from_pretrained(adapter).target_modules}
+    read = read_spec(ModelConfig(base=base, dtype="float32", lora=None), base, adapter=adapter)
+    assert set(read.lora_targets) == targets and "q_proj" in targets
 
 
 @pytest.mark.slow
