@@ -27,7 +27,7 @@ from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop import evaluate
 from art_cli.loop.decide import decide_engine
 from art_cli.loop.policy_sampler import open_sampler
-from art_cli.loop.stage_policy import PolicySource, find_policy, open_policy
+from art_cli.loop.stage_policy import PolicySource, dtype_of, find_policy, open_policy
 from art_cli.runs.durable import read_object, write_file
 from art_cli.runs.history import count_failures, find_fault
 from art_cli.runs.run_checkpoints import Which, run_config, run_of
@@ -107,7 +107,9 @@ def find_players(
         return loaded if path is None or is_foreign else _as_searched(loaded, path, is_trusted=is_trusted)
 
     sources = [find_policy(trained(loaded, path), path, which=which) for path in wanted]
-    loaded = decide_engine(loaded) if wanted else loaded
+    pairs = [] if is_foreign else [*zip(wanted, sources, strict=True)]
+    dtypes = [dtype_of(trained(loaded, path), source) for path, source in pairs]
+    loaded = decide_engine(loaded, trained_in=dtypes) if wanted else loaded
     players = dict[str, Player]()
     for path, source in zip(wanted, sources, strict=True):
         name = str(path or source.checkpoint or ("endpoint" if is_foreign else "start"))

@@ -142,7 +142,7 @@ def _policy_engine(
     from art_cli.engines import engine_traits, make_engine
     from art_cli.loop.decide import decide_engine
     from art_cli.loop.references import check_ready
-    from art_cli.loop.stage_policy import find_policy, open_policy
+    from art_cli.loop.stage_policy import dtype_of, find_policy, open_policy
     from art_cli.runs.run_checkpoints import log_policy
     from art_cli.runs.system_prompt import is_prompt
 
@@ -162,7 +162,7 @@ def _policy_engine(
     if source.checkpoint is not None and is_prompt(source.checkpoint):
         raise UsageError(f"{source.checkpoint}: a prompt, which art gateway cannot add to calls; art serve can")
     check_ready(run, ("model", "engine"))
-    run = decide_engine(run)
+    run = decide_engine(run, trained_in=[dtype_of(run, source)])
     with open_policy(run, source) as policy:
         name, step = run.config.name, source.step
         made = make_engine(run.config.engine, policy, name=name, step=step, logs=logs, directory=directory)
@@ -171,6 +171,7 @@ def _policy_engine(
 
 def _served_run(run: "LoadedConfig", checkpoint: Path | None, which: "Which", logs: Path) -> "ServedRun":
     from art_cli.loop.decide import decide_engine
+    from art_cli.loop.record import follow
     from art_cli.loop.references import check_ready
     from art_cli.runs.run_dir import RunDir
     from art_cli.serving.gateway.served_run import ServedRun
@@ -182,7 +183,7 @@ def _served_run(run: "LoadedConfig", checkpoint: Path | None, which: "Which", lo
     if not files.checkpoint_steps():
         raise UsageError(f"--follow: {files.root} has no checkpoint; train it first")
     check_ready(run, ("model", "engine"))
-    engine = decide_engine(run).config.engine
+    engine = decide_engine(follow(run, files)).config.engine
     if engine.name not in ENGINES:
         raise UsageError(
             f"--follow: engine {engine.name!r} cannot change checkpoints here; take {' or '.join(ENGINES)}"

@@ -157,12 +157,15 @@ def _choose_engine(
 
     Raises UsageError if an untrusted run names vLLM's program, before starting the program.
     """
+    from art_cli.engines.vllm.arguments import ONLY_16_BITS
     from art_cli.loop.engine_choice import Machine, choose_engine
     from art_cli.serving.served_policies import check_trust, engine_config, read_knobs
 
     settings, trained, machine = read_knobs(knobs), _trained_engine(sources), machine or Machine()
     first = sources[0]
     obstacle = "" if _fit_in_one_server(sources) else "vLLM serves adapters on one base only"
+    if any(source.dtype == "float32" for source in sources):
+        obstacle = f"the policy has float32 weights, and {ONLY_16_BITS}"
     is_open = name == "auto" and not first.is_hosted
     may_be_vllm = name == "vllm" or (is_open and machine.has_gpu() and not obstacle)
     if may_be_vllm and not is_trusted and first.run is not None:

@@ -8,6 +8,7 @@ group's common first tokens once. Remote model code never runs. torch and transf
 import asyncio
 import copy
 import inspect
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from art_cli.runs.trajectory import Json, Score, Trajectory
 from art_cli.runtime import gpus
 from art_cli.runtime.errors import JudgeError, JudgeStopped, UsageError, describe
 
+log = logging.getLogger(__name__)
+
 MIN_STEM = 32  # common first tokens of a group from which computing them once pays
 
 
@@ -36,6 +39,7 @@ class RewardModelJudge(Judge):
         self.config, self._directory = config, directory
         self._turn, self._computing = asyncio.Lock(), threading.Lock()  # waiting groups occupy no thread
         self._loaded: tuple[Any, Any] | None = None  # model, tokenizer
+        self._num_at_once = config.batch_size  # halved when the GPU's memory runs out
         self._failure = ""  # why the model could not be loaded; other groups do not try again
         self._digest: str | None = None
 
@@ -89,7 +93,11 @@ class RewardModelJudge(Judge):
         try:
             with torch.inference_mode():
                 scores = dict(zip(different, self._run(model, tokenizer, different), strict=True))
-        except (RuntimeError, IndexError) as error:  # out of memory, or too long for the model
+        except torch.OutOfMemoryError as error:
+            longest = max(map(len, rows))
+            cure = "set judge.device to cpu, or judge.max_length"
+            raise JudgeError(f"{name}: no memory for a conversation of {longest} tokens; {cure}") from error
+        except (RuntimeError, IndexError) as error:  # too long for the model
             raise JudgeError(f"{self.config.model}: {describe(error)}") from error
         values = [scores[row] for row in rows]
         if not all(value == value and abs(value) != float("inf") for value in values):
@@ -100,20 +108,34 @@ class RewardModelJudge(Judge):
         """Returns the score of each row of tokens."""
         import torch
 
-        values, size = [0.0] * len(rows), self.config.batch_size
+        values = [0.0] * len(rows)
         by_length = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         stem, cache = _stem(model, rows)
-        for start in range(0, len(rows), size):
-            chosen = by_length[start : start + size]
+
+        def score(chosen: list[int]) -> None:
             padded = tokenizer.pad({"input_ids": [list(rows[row][stem:]) for row in chosen]}, return_tensors="pt")
             batch = dict(padded.to(model.device))
             if cache is not None:
                 batch["past_key_values"] = copy.deepcopy(cache)
                 batch["past_key_values"].batch_repeat_interleave(len(chosen))
                 batch["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (stem, 0), value=1)
+            elif _reads_cache(model):
+                batch["use_cache"] = False  # keys and values that nothing reads
             logits = model(**batch).logits.float()  # [B, labels]
             for row, value in zip(chosen, self._activate(logits).tolist(), strict=True):
                 values[row] = value
+
+        start = 0
+        while start < len(rows):
+            chosen = by_length[start : start + self._num_at_once]
+            try:
+                score(chosen)
+                start += len(chosen)
+            except torch.OutOfMemoryError:
+                if len(chosen) == 1:
+                    raise
+                self._num_at_once = len(chosen) // 2
+                log.info("%s: memory for %d conversations at once", self.config.model, self._num_at_once)
         return values
 
     def _activate(self, logits: Any) -> Any:
@@ -191,12 +213,15 @@ def _stem(model: Any, rows: Sequence[tuple[int, ...]]) -> tuple[int, Any]:
     first, last = min(rows), max(rows)
     stem = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
     stem = min(stem, *(len(row) - 1 for row in rows)) if len(rows) > 1 else 0
-    reads_cache = "past_key_values" in inspect.signature(model.forward).parameters
-    if stem < MIN_STEM or not reads_cache or model.config.is_encoder_decoder:
+    if stem < MIN_STEM or not _reads_cache(model):
         return 0, None
     tokens = torch.tensor([rows[0][:stem]], device=model.device)
     cache = model(input_ids=tokens, use_cache=True).past_key_values
     return (0, None) if cache is None else (stem, cache)
+
+
+def _reads_cache(model: Any) -> bool:
+    return "past_key_values" in inspect.signature(model.forward).parameters and not model.config.is_encoder_decoder
 
 
 def _longest(wanted: int | None, model: Any, tokenizer: Any) -> int:

@@ -14,6 +14,7 @@ Training calls `decide` once. Other commands call the functions they need.
 
 import logging
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,14 @@ def decide(loaded: LoadedConfig, files: RunDir, startup: Startup) -> Decided:
         base = find_base(config.model.base, directory=loaded.directory, built=files.base)
         if wrong := list(missing_targets(config.model, Path(base))):
             raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
-        loaded = decide_by_base(loaded, base, is_begun=bool(files.checkpoint_steps()))
+        loaded = decide_by_base(loaded, base, is_begun=_is_recorded(files))
     claim_config(files, loaded)
     return Decided(loaded, traits, base)
+
+
+def _is_recorded(files: RunDir) -> bool:
+    """Returns whether the run has trained with a configuration; a fork has a checkpoint and no configuration yet."""
+    return bool(files.checkpoint_steps()) and os.path.lexists(files.config_path)
 
 
 def computes_here(config: RunConfig, traits: EngineTraits) -> bool:
@@ -92,12 +98,19 @@ def describe(loaded: LoadedConfig) -> str:
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
-def decide_engine(loaded: LoadedConfig, machine: Machine | None = None) -> LoadedConfig:
-    """Replaces `engine: auto` with the chosen engine, and logs the reason."""
-    config = loaded.config
+def decide_engine(
+    loaded: LoadedConfig, machine: Machine | None = None, *, trained_in: Collection[str] = ()
+) -> LoadedConfig:
+    """Replaces `engine: auto` with the chosen engine, and logs the reason.
+
+    `trained_in` are the dtypes of the checkpoints that the engine will serve.
+    """
+    config, model = loaded.config, loaded.config.model
     if config.engine.name != "auto":
         return loaded
-    local, obstacle = loaded.directory / config.model.base, vllm_obstacle(config.model, loaded.directory)
+    if model.dtype == "auto" and "float32" in trained_in:
+        model = model.model_copy(update={"dtype": "float32"})
+    local, obstacle = loaded.directory / model.base, vllm_obstacle(model, loaded.directory)
     base = str(local) if local.is_dir() else config.model.base
     choice = choose_engine(machine or Machine(), obstacle=obstacle, base=base, quantize=config.model.quantize)
     log.info("engine %s (auto: %s)", choice.name, choice.reason)

@@ -212,8 +212,12 @@ def home_of(loaded: LoadedConfig, source: PolicySource) -> RunDir | None:
 
 def as_trained(loaded: LoadedConfig, source: PolicySource, base: str) -> LoadedConfig:
     """Fills an open dtype with the dtype the policy was trained in."""
-    recorded = "" if source.base is not None else source.dtype or recorded_dtype(run_config(home_of(loaded, source)))
-    return decide_by_base(loaded, base, recorded=recorded)
+    return decide_by_base(loaded, base, recorded=dtype_of(loaded, source))
+
+
+def dtype_of(loaded: LoadedConfig, source: PolicySource) -> str:
+    """Returns the dtype the policy was trained in; "" if unknown."""
+    return "" if source.base is not None else source.dtype or recorded_dtype(run_config(home_of(loaded, source)))
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from art_cli.loop.stage_policy import (
     PolicySource,
     as_trained,
     check_output,
+    dtype_of,
     find_policy,
     find_sampler,
     home_of,
@@ -79,7 +80,7 @@ def choose_policy(loaded: LoadedConfig, checkpoint: Path | None, which: Which) -
     """
     source = find_policy(loaded, checkpoint, which=which)
     check_ready(loaded, ("model", "rollout", "gateway", "engine"))
-    return decide_engine(loaded), source
+    return decide_engine(loaded, trained_in=[dtype_of(loaded, source)]), source
 
 
 def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:

@@ -50,7 +50,7 @@ def spec_of(weights: Weights) -> PolicySpec:
         dtype=weights.dtype_name,
         vocabulary=weights.vocabulary,
         max_length=weights.max_length,
-        lora_rank=max(map(_rank_of, _adapters(weights)), default=None),
+        lora_rank=max(map(_largest_rank, _adapters(weights)), default=None),
         chat_template=template if isinstance(template, str) else None,
         learner_device=str(weights.device),
         lora_targets=_targets(weights.model.config, _adapters(weights)),
@@ -101,12 +101,17 @@ def read_spec(
         dtype=dtype,
         vocabulary=files.get_text_config().vocab_size,
         max_length=length_of(config, files),
-        lora_rank=configured if trained is None else _rank_of(trained),
+        lora_rank=configured if trained is None else _largest_rank(trained),
         chat_template=template if isinstance(template, str) else None,
         learner_device=None if device is None else pick_device(device),
         lora_targets=() if trained is None else _targets(files, [trained]),
         quantize=config.quantize,
     )
+
+
+def rank_of(adapter: Path) -> int:
+    """Returns the largest rank in an adapter's files."""
+    return _largest_rank(_read_lora(adapter))
 
 
 def _read_lora(adapter: Path) -> Any:
@@ -116,7 +121,7 @@ def _read_lora(adapter: Path) -> Any:
         return peft.PeftConfig.from_pretrained(str(adapter))
 
 
-def _rank_of(lora: Any) -> int:
+def _largest_rank(lora: Any) -> int:
     rank: int = max([lora.r, *lora.rank_pattern.values()])
     return rank
 

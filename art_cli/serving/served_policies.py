@@ -44,7 +44,7 @@ from art_cli.engines.proof import WeightProof
 from art_cli.models.adapters import on_base
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import load_weights
-from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
+from art_cli.models.policy_spec import PolicySpec, origin_of, rank_of, read_spec
 from art_cli.models.run_memory import ADAPTERS
 from art_cli.models.tokenizer import templated_tokenizer
 from art_cli.models.weights import Weights
@@ -357,7 +357,8 @@ class Policies:
         self.served = {policy.source.name: policy for policy in served}
 
     async def start(self) -> None:
-        for policy in self.served.values():
+        # the first policy starts a vLLM server, which serves adapters up to the policy's rank
+        for policy in sorted(self.served.values(), key=_rank, reverse=True):
             await policy.start()
             log.info("loaded %s", policy.source)
 
@@ -371,6 +372,10 @@ class Policies:
     async def close(self) -> None:
         for policy in self.served.values():
             await policy.close()
+
+
+def _rank(policy: ServedPolicy) -> int:
+    return 0 if policy.source.adapter is None else rank_of(policy.source.adapter)
 
 
 async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Which) -> None:

@@ -122,6 +122,31 @@ async def test_batched_scores_equal_those_of_each_conversation_alone(reward_mode
         assert value == pytest.approx(float(wanted), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("room", "error"), [(2, ""), (0, "no memory for a conversation of .* tokens; set judge.device")]
+)
+async def test_a_batch_that_the_gpu_has_no_memory_for_is_halved(
+    reward_model: Path, monkeypatch: pytest.MonkeyPatch, room: int, error: str
+) -> None:
+    group = [attempt(i, [SYSTEM, {"role": "user", "content": "word " * i}]) for i in range(1, 8)]
+    alone = [(await score(reward_model, [each]))[0] for each in group]
+    forward, sizes = Qwen3ForSequenceClassification.forward, list[int]()
+
+    def bounded(self: Any, input_ids: torch.Tensor, **others: Any) -> Any:
+        sizes.append(len(input_ids))
+        if len(input_ids) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, input_ids, **others)
+
+    monkeypatch.setattr(Qwen3ForSequenceClassification, "forward", bounded)
+    if error:
+        with pytest.raises(JudgeError, match=error):
+            await score(reward_model, group)
+    else:
+        assert await score(reward_model, group, batch_size=5) == pytest.approx(alone, abs=1e-5)
+        assert sizes == [5, 2, 2, 2, 1]
+
+
 async def test_equal_conversations_of_a_group_get_equal_scores(reward_model: Path) -> None:
     """Exactly equal, also in batches of other shapes, because a loss may scale any difference up."""
     texts = ["short", "longer " * 9, "short", "other", "short"]

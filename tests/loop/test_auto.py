@@ -366,6 +366,15 @@ def test_a_knob_of_one_engine_needs_that_engines_name(project: Path, text: str, 
     assert str(caught.value).endswith(f"needs {line}")
 
 
+def test_a_policy_that_was_trained_in_float32_is_not_played_by_vllm(project: Path) -> None:
+    machine = MachineOf(modules=("vllm",))
+    loaded = load(project, "model.dtype=auto", "engine=auto")
+    assert decide_engine(loaded, machine).config.engine.name == "vllm"
+    assert decide_engine(loaded, machine, trained_in=["bfloat16"]).config.engine.name == "vllm"
+    chosen = decide_engine(loaded, machine, trained_in=["bfloat16", "float32"])
+    assert (chosen.config.engine.name, chosen.config.model.dtype) == ("embedded", "auto")
+
+
 # --- art serve, art doctor --------------------------------------------------------------------------------------------
 
 
@@ -382,6 +391,8 @@ def test_serving_chooses_by_the_same_facts(tmp_path: Path) -> None:
     assert machine.asked == [Path("/opt/python")]
     machine.modules = ("vllm",)
     assert (chosen(), chosen(num=2), chosen(name="embedded")) == ("vllm", "embedded", "embedded")
+    exact = source._replace(dtype="float32")  # which vLLM's adapters on a GPU cannot be
+    assert serve_command._choose_engine("auto", [], [exact], machine).name == "embedded"
     machine.gpu = False
     assert chosen() == "embedded"
     run = make_run(tmp_path / "run")

@@ -22,7 +22,7 @@ from art_cli.loop.decide import decide_engine
 from art_cli.loop.nights.canary_test import CanaryTest
 from art_cli.loop.nights.traffic import count_unwritten, read_ratings, read_traffic
 from art_cli.loop.policy_sampler import open_sampler
-from art_cli.loop.record import find_clash
+from art_cli.loop.record import find_clash, follow
 from art_cli.loop.stage_policy import find_policy, open_policy
 from art_cli.loop.train import train
 from art_cli.rollouts.scenario_files import RunScenarios, load_scenarios
@@ -190,7 +190,7 @@ async def _improve(loaded: LoadedConfig, nights: Nights, mirror: Mirror | NoMirr
             return Improved(None, begun)
         night = begun
     if night.trial is None:
-        await _prepare(loaded, nights, night, served)
+        await _prepare(follow(loaded, RunDir(nights.run)), nights, night, served)
     mirror.check()
     if not night.outcome:
         _follow_canary(loaded, nights, night)

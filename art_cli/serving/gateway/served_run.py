@@ -47,7 +47,8 @@ class ServedRun:
 
     def __init__(self, run: RunDir, loader: Loader, *, name: str) -> None:
         self._run, self._loader, self._name = run, loader, name
-        self._base: str | None = None  # of the first adapter, so that nights with a base of their own share its memory
+        # base and context of the first adapter, so that nights with a base of their own share its memory
+        self._first: Source | None = None
         self._served: Served | None = None  # as followed so far
         self._promoted: _Arm
         self._candidate: tuple[Canary, _Arm] | None = None
@@ -171,7 +172,7 @@ class ServedRun:
         source = await call_in_thread(self._source, checkpoint)
         policy = ServedPolicy(source, self._loader)
         await policy.start()
-        self._base = self._base or (source.base if source.adapter is not None else None)
+        self._first = self._first or (source if source.adapter is not None else None)
         return _Arm(policy, asyncio.create_task(policy.watch()))
 
     def _retire(self, arm: _Arm) -> None:
@@ -190,4 +191,6 @@ class ServedRun:
         else:
             raise CheckpointError(f"{self._run.root / checkpoint}: no such checkpoint")
         run_checkpoints.log_policy(found.path, found.why)
-        return of_checkpoint(found, name=self._name, base=self._base)
+        if self._first is None:
+            return of_checkpoint(found, name=self._name)
+        return of_checkpoint(found, name=self._name, base=self._first.base)._replace(max_length=self._first.max_length)

@@ -329,6 +329,23 @@ def look(loaded: LoadedConfig) -> tuple[Night, Served]:
     return night, served
 
 
+def test_a_night_trains_with_the_context_and_dtype_of_its_run(
+    gated: LoadedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's first training chose them from the GPU's memory; the fork of a night has no config.json to say so."""
+    root, seen = gated.config.runs / "letters", list[LoadedConfig]()
+    recorded = {"model": {"dtype": "bfloat16", "max_length": 321}, "auto": {"max_length": "what the cache holds"}}
+    (root / "config.json").write_text(json.dumps(recorded))
+
+    async def prepare(loaded: LoadedConfig, nights: Nights, night: Night, served: Served) -> None:
+        seen.append(loaded)
+        night.outcome = "failed"
+
+    monkeypatch.setattr("art_cli.loop.nights.night._prepare", prepare)
+    asyncio.run(improve(gated))
+    assert (seen[0].config.model.max_length, seen[0].config.model.dtype) == (321, "bfloat16")
+
+
 def test_a_canary_that_a_kill_left_without_its_night_goes_on(gated: LoadedConfig) -> None:
     path = gated.config.runs / "letters/nights/night_0001/night.json"
     before = path.read_bytes()
