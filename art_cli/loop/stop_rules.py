@@ -76,6 +76,12 @@ class Firing(NamedTuple):
         return f"after {num} more {kind}{'s' if num > 1 else ''} at the earliest"
 
 
+def spent_before(rules: Sequence[StopRule], history: History) -> dict[str, float]:
+    """Returns each rule's newest value, as for a pause: in a fork, only later steps, hours and dollars count then."""
+    found = {str(rule): _series(rule, history) for rule in rules if rule.parts_from is None}
+    return {rule: series[-1][1] for rule, series in found.items() if series}
+
+
 class StopRules:
     """A run's rules. `pauses` lists the pauses of earlier starts (`RunDir.pauses`)."""
 

@@ -119,14 +119,17 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_tried_again(
         assert await run.steps() == {1}
 
 
-async def test_a_candidate_whose_engine_fails_answers_nobody_at_once_and_the_promoted_one_ends_the_gateway(
-    tmp_path: Path,
+async def test_a_candidate_whose_engine_fails_is_started_again_and_the_promoted_one_ends_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(served_run, "RETRY_S", 1.0)
     async with following(tmp_path) as (run, loader):
         loader.engines[1].fails.set()
         await until(lambda: run._candidate is None or run._candidate[1].watching.done())
         assert await run.steps() == {1}
         await until(lambda: loader.engines[1].is_closed)
+        await until(lambda: run._candidate is not None)
+        assert await run.steps() == {1, 2} and len(loader.engines) == 3
         loader.engines[0].fails.set()
         with pytest.raises(EngineError, match="died"):
             await asyncio.wait_for(run.watch(), 5)

@@ -49,7 +49,7 @@ class ImproveConfig(Section):
     max_scenarios: PositiveInt = 500
     """The limit on a night's new scenarios. The newest are taken."""
     held_out: Share = 0.2
-    """The newest share of the scenarios, which tests the candidate and is never trained on."""
+    """The newest share of the scenarios. It tests candidates for a week, and is not trained on meanwhile."""
     rehearsal: NonNegative = 1.0
     """The number of the run's own training scenarios that a night repeats, per scenario from traffic."""
     steps: PositiveInt = 16

@@ -20,16 +20,18 @@ from art_cli.judges.source_judges import make_judges
 from art_cli.loop import evaluate
 from art_cli.loop.decide import decide_engine
 from art_cli.loop.nights.canary_test import CanaryTest
-from art_cli.loop.nights.traffic import count_unwritten, read_ratings, read_traffic
+from art_cli.loop.nights.traffic import count_unwritten, read_ratings, read_traffic, unlike
 from art_cli.loop.policy_sampler import open_sampler
 from art_cli.loop.record import find_clash, follow
 from art_cli.loop.stage_policy import find_policy, open_policy
+from art_cli.loop.stop_rules import spent_before
 from art_cli.loop.train import train
 from art_cli.rollouts.scenario_files import RunScenarios, load_scenarios
 from art_cli.runs.durable import lock_directory, read_object, remove, write_file, write_lines
+from art_cli.runs.history import read_history
 from art_cli.runs.manifest import digest_of, read_manifest, verify_checkpoint
 from art_cli.runs.run_checkpoints import choose, fork, run_of
-from art_cli.runs.run_dir import RunDir
+from art_cli.runs.run_dir import PAUSE, RunDir
 from art_cli.runs.served import Canary, Served, changing, read_served, write_served
 from art_cli.runs.storage.mirror import Mirror, NoMirror, mirrored
 from art_cli.runs.trajectory import Json, Trajectory
@@ -51,7 +53,8 @@ log = logging.getLogger(__name__)
 Outcome = Literal["", "promoted", "rolled back", "undecided", "gates missed", "no update", "failed"]
 REPORT, SCENARIOS, HELD_OUT, GATES = "night.json", "scenarios.jsonl", "held_out.jsonl", "gates"
 WEEK_S = 7 * 86_400.0
-MAX_FAILURES = 3  # tries at a night before it is given up
+MAX_FAILURES, GIVE_UP_S = 3, 86_400.0  # a night is given up after so many tries, and not within a day
+REMEMBERED = 30  # nights whose training scenarios are held out last
 BASELINE, CANDIDATE = "baseline", "candidate"
 
 
@@ -153,7 +156,7 @@ async def improve(loaded: LoadedConfig) -> Improved:
 
     Raises UsageError for gates that cannot hold, RunError if the run has no checkpoint or another process improves it,
     and the errors of training and evaluation; the next call tries again, and gives the night up after MAX_FAILURES
-    tries.
+    tries and GIVE_UP_S.
     """
     config, nights = _section(loaded), Nights(loaded.config.runs / loaded.config.name)
     for name, text in config.gates.items():
@@ -253,7 +256,6 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
     """Returns the new night with its scenarios on disk, or why there is none."""
     config = _section(loaded)
     tested = [each for scenarios in _gated_sets(loaded, nights).values() for each in scenarios]
-    tested += [each for night in known for each in _read_scenarios(nights.path(night.number) / HELD_OUT)]
     traffic = read_traffic(
         config,
         directories(loaded),
@@ -276,7 +278,11 @@ def _begin(loaded: LoadedConfig, nights: Nights, known: Sequence[Night], served:
             f"needs {config.min_scenarios} (improve.min_scenarios){unwritten if num else ''}"
         )
     num_held_out = min(max(1, round(len(traffic.scenarios) * config.held_out)), len(traffic.scenarios) - 1)
-    training, held_out = traffic.scenarios[:-num_held_out], traffic.scenarios[-num_held_out:]
+    trained = [each for night in known[-REMEMBERED:] for each in _read_scenarios(nights.path(night.number) / SCENARIOS)]
+    new = {str(each["id"]) for each in unlike(traffic.scenarios, trained)}
+    chosen = {str(each["id"]) for each in sorted(traffic.scenarios, key=lambda s: str(s["id"]) in new)[-num_held_out:]}
+    training = [each for each in traffic.scenarios if str(each["id"]) not in chosen]
+    held_out = [each for each in traffic.scenarios if str(each["id"]) in chosen]
     number, num_own = known[-1].number + 1 if known else 1, round(len(training) * config.rehearsal)
     while (nights.root / f"night_{number:04d}" / "run").exists():  # its report was removed
         number += 1
@@ -329,7 +335,7 @@ async def _prepare(loaded: LoadedConfig, nights: Nights, night: Night, served: S
         night.outcome, night.reason = "failed", f"a stop rule fired: {one_line(error)}"
     except ArtError as error:
         night.num_failures += 1
-        if night.num_failures < MAX_FAILURES:
+        if night.num_failures < MAX_FAILURES or time.time() - night.started_at < GIVE_UP_S:
             raise
         night.outcome, night.reason = "failed", one_line(error)
     finally:
@@ -362,6 +368,8 @@ async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
         if source is None:
             raise CheckpointError(f"{start}: not in a run")
         fork(source, run.root, step=first)
+        if spent := spent_before(loaded.config.stop, read_history(run)):
+            run.append_metrics(first, PAUSE, spent)
     result = await train(own)
     lines = [line.metrics for line in run.metrics() if line.split == "train" and line.step >= first]
     num_updates, num, num_failed = (
@@ -442,10 +450,10 @@ async def _gates(loaded: LoadedConfig, nights: Nights, night: Night) -> list[Gat
 def _gated_sets(loaded: LoadedConfig, nights: Nights) -> dict[str, list[Json]]:
     """Returns the scenarios of each gate that the configuration has, and that has scenarios.
 
-    A night under way counts as recent, however long ago it began.
+    A night under way counts as recent, however long ago it began. A failed night's conversations are read again.
     """
-    config = _section(loaded)
-    recent = [night for night in nights.all() if not night.outcome or night.started_at >= time.time() - WEEK_S]
+    config, known = _section(loaded), [night for night in nights.all() if night.outcome != "failed"]
+    recent = [night for night in known if not night.outcome or night.started_at >= time.time() - WEEK_S]
     held_out = [each for night in recent for each in _read_scenarios(nights.path(night.number) / HELD_OUT)]
     sets = {
         "tasks": [] if loaded.config.eval is None else RunScenarios(loaded.config, loaded.directory).evaluation,

@@ -22,7 +22,8 @@ from art_cli.runtime.errors import DataError, describe
 log = logging.getLogger(__name__)
 
 Convert = Callable[[Json, list[Json]], Json | None]
-PATTERN, JOURNALS = "trajectories-*.jsonl", "calls-*.jsonl"
+# without the scored files of `art judge`: trajectories-20261130-090000.scored.jsonl
+PATTERN, JOURNALS = "trajectories-[0-9]*[0-9].jsonl", "calls-*.jsonl"
 READ_MORE = 4  # conversations are read up to this multiple of `max_scenarios`, because many give the same scenario
 INSTRUCTIONS = ("system", "developer")  # roles
 USER = "user"  # the feedback tag that names the user of a client
@@ -89,9 +90,13 @@ def read_ratings(
 
     A later change of mind does not count, because the test has already used the rating.
     """
-    entries = [entry for each in directories for entry in read_lines(each / FEEDBACK_FILE, FeedbackEntry)]
+    entries = [
+        (entry, f"{place}/{entry.client}")  # every gateway numbers its own clients
+        for place, each in enumerate(directories)
+        for entry in read_lines(each / FEEDBACK_FILE, FeedbackEntry)
+    ]
     rated: set[str] = set()
-    for entry in sorted(entries, key=lambda entry: entry.at):
+    for entry, client in sorted(entries, key=lambda pair: pair[0].at):
         value = entry.value
         is_meant = entry.metric == metric and isinstance(value, bool | float) and entry.answered_at >= since
         if not is_meant or entry.policy not in (promoted, candidate) or entry.conversation in rated:
@@ -100,7 +105,7 @@ def read_ratings(
         assert isinstance(value, bool | float), "checked above"
         share = min(max(float(value), 0.0), 1.0)
         share = 1.0 - share if entry.optimize == "min" else share
-        yield Rating(entry.policy == candidate, share, entry.client, entry.tags.get(USER, ""))
+        yield Rating(entry.policy == candidate, share, client, entry.tags.get(USER, ""))
 
 
 def _is_usable(trajectory: Trajectory) -> bool:
@@ -127,6 +132,12 @@ def _checked(scenario: object, trajectory: Trajectory, named: str) -> Json:
         return {"id": hashlib.sha256(content).hexdigest()[:16], **scenario}
     check_id(scenario["id"], f"{named}, conversation {trajectory.id}")
     return scenario
+
+
+def unlike(scenarios: Sequence[Json], others: Iterable[Json]) -> list[Json]:
+    """Returns the scenarios that resemble none of the others."""
+    known = [_words(each) for each in others]
+    return [each for each in scenarios if not any(is_same(_words(each), other) for other in known)]
 
 
 def _joined(scenarios: Sequence[Json], tested: Iterable[Json]) -> list[Json]:

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 Wants = Literal["records", "policy", "everything"]
 Objects = Mapping[str, Stored]
+GATEWAY = "gateway"  # directory of `art gateway`
 INDEX = ".objects.json"  # maps names to marks for the cached objects
 SMALL_BYTES = 32 * 2**20  # larger checkpoint files are weights, which viewers do not need
 MAX_RUNS = 200  # maximum number of runs fetched from one directory
@@ -60,6 +61,8 @@ def restore(run: RunDir, store: ObjectStore, token: str, *, own: Marker | None) 
     for name, stored in there.items():
         if not name.startswith(f"{CHECKPOINTS}/"):
             path = run.root / name
+            if name.startswith(f"{GATEWAY}/") and path.exists():  # a running gateway may be writing it
+                continue
             if path == run.log_path:  # this process is writing its own log
                 path = path.with_name(f"train-{token[:8]}.log")
             store.download(name, path, stored.size)
@@ -73,12 +76,15 @@ def _is_used(run: RunDir) -> bool:
 
 
 def _set_aside(run: RunDir) -> Path:
-    """Moves everything except the open logs to a new sibling directory. Returns the new directory."""
+    """Moves everything except open logs and the gateway's directory to a new sibling directory, and returns it.
+
+    A running gateway goes on writing there, and what it wrote may not be in the store yet.
+    """
     places = (run.root.with_name(f"{run.root.name}.aside-{number}") for number in range(1, 10_000))
     place = next(place for place in places if not place.exists())
     make_directory(place)
     for path in sorted(run.root.iterdir()):
-        if path != run.logs and not path.name.startswith("."):
+        if path != run.logs and path.name != GATEWAY and not path.name.startswith("."):
             path.rename(place / path.name)
     return place
 

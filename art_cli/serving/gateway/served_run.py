@@ -5,7 +5,7 @@ conversation always the same policy. The run's served.json decides (runs/served.
 seconds, drops no request, and mixes no reply. Without served.json the run's best evaluated checkpoint answers.
 
 The engine of a promoted candidate goes on, and answers all conversations. A checkpoint that cannot be loaded is tried
-again every RETRY_S; until then, and if the candidate's engine fails, the promoted policy answers.
+again after RETRY_S, and so is a candidate whose engine has failed; until then the promoted policy answers.
 """
 
 import asyncio
@@ -84,7 +84,8 @@ class ServedRun:
             if self._promoted.watching.done():
                 self._promoted.watching.result()
             try:
-                self._drop_failed()
+                if self._drop_failed():  # its engine is started again, and not at once
+                    failed, self._served, retry_at = self._served, None, time.monotonic() + RETRY_S
                 served = await call_in_thread(read_served, self._run.root)
                 if served == self._served or (served == failed and time.monotonic() < retry_at):
                     continue
@@ -162,11 +163,14 @@ class ServedRun:
         step = self._candidate[1].policy.source.step
         log.info("%s: step %d answers %.0f %% of the conversations", self._name, step, canary.share * 100)
 
-    def _drop_failed(self) -> None:
-        if self._candidate is not None and (watching := self._candidate[1].watching).done():
-            log.warning("the candidate answers nobody any more: %s", watching.exception())
-            (_, arm), self._candidate = self._candidate, None
-            self._retire(arm)
+    def _drop_failed(self) -> bool:
+        """Returns True if the candidate's engine has failed; then the promoted policy answers."""
+        if self._candidate is None or not (watching := self._candidate[1].watching).done():
+            return False
+        log.warning("the candidate answers nobody: %s; it is started again in a minute", watching.exception())
+        (_, arm), self._candidate = self._candidate, None
+        self._retire(arm)
+        return True
 
     async def _start(self, checkpoint: str | None) -> _Arm:
         source = await call_in_thread(self._source, checkpoint)

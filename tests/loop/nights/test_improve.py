@@ -264,8 +264,11 @@ def test_a_night_that_fails_says_why_and_is_given_up_after_three_tries(filled: P
     checkpoint.write_bytes(b"damaged")
     for _ in range(2):
         assert "adapter_model.safetensors" in filled.art("improve", code=1)
+    assert "adapter_model.safetensors" in filled.art("improve", code=1), "an outage of an hour gives no night up"
+    (report,) = filled.root.glob("nights/*/night.json")
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"started_at": time.time() - 90_000}))
     night = filled.improve()["night"]
-    assert (night["outcome"], night["num_failures"]) == ("failed", 3) and "adapter_model" in night["reason"]
+    assert (night["outcome"], night["num_failures"]) == ("failed", 4) and "adapter_model" in night["reason"]
     assert "adapter_model.safetensors" in filled.art("improve", code=1), "the next night reads the same conversations"
     served = read_served(filled.root)
     assert served is not None and served.canary is None

@@ -102,9 +102,9 @@ def test_the_first_rating_of_a_conversation_during_the_canary_counts(tmp_path: P
     write_lines(tmp_path / "feedback.jsonl", entries)
     found = list(read_ratings([tmp_path], "solved", promoted="base", candidate="new", since=50.0))
     assert found == [
-        Rating(True, 1.0, "key 1", "u1"),
-        Rating(False, 1.0, "key 1"),
-        Rating(True, 0.75, "key 1"),
+        Rating(True, 1.0, "0/key 1", "u1"),
+        Rating(False, 1.0, "0/key 1"),
+        Rating(True, 0.75, "0/key 1"),
     ]
 
 
@@ -112,3 +112,22 @@ def test_calls_that_are_not_in_a_trajectory_file_yet_are_counted(tmp_path: Path)
     for name, num in (("calls-20261129-000000", 2), ("calls-20261129-000001", 3), ("trajectories-20261129-000000", 9)):
         (tmp_path / f"{name}.jsonl").write_text("{}\n" * num)
     assert count_unwritten([tmp_path, tmp_path / "none"]) == 5
+
+
+def test_scored_files_beside_the_traffic_are_no_traffic(tmp_path: Path) -> None:
+    """`art judge FILE` writes FILE's name with .scored before the ending."""
+    for name in ("trajectories-20260101-000000", "trajectories-20260101-000000.scored"):
+        write_lines(tmp_path / f"{name}.jsonl", [conversation(number, f"ask {number}") for number in range(3)])
+    assert read(tmp_path).num_conversations == 3
+
+
+def test_clients_of_different_gateways_are_different_clients(tmp_path: Path) -> None:
+    """Each gateway numbers its own keys."""
+    for name in ("one", "other"):
+        fields: Json = {"id": name, "at": 1.0, "client": "key 1", "answered_at": 1.0, "metric": "solved"}
+        entry = FeedbackEntry(**fields, conversation=name, policy="new", value=True)
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "feedback.jsonl", [entry])
+    places = [tmp_path / "one", tmp_path / "other"]
+    found = list(read_ratings(places, "solved", promoted="base", candidate="new", since=0.0))
+    assert len({rating.client for rating in found}) == 2
