@@ -16,7 +16,7 @@ from art_cli.config.compose import load_config
 from art_cli.config.metric_names import ALWAYS, FAMILIES, NEEDS
 from art_cli.config.sections.train_config import StopRule
 from art_cli.learners import StepMetrics
-from art_cli.loop.stop_rules import StopRules
+from art_cli.loop.stop_rules import StopRules, spent_before
 from art_cli.loop.train import TrainResult, train
 from art_cli.runs.history import Evaluated, History, UpdateNumbers
 from art_cli.runs.run_dir import RunDir
@@ -214,6 +214,15 @@ def test_a_rule_fires_exactly_where_its_last_values_say_so(values: list[float], 
         window = [values[n - 1] for n in range(step - width + 1, step + 1) if n > since and n >= 1]
         expected = len(window) == width and all(value > 0.5 for value in window)
         assert bool(rules.after(history, step)) == expected
+
+
+def test_a_fork_counts_from_its_beginning() -> None:
+    rules = [StopRule(hours=2), StopRule(metric="entropy", below=0.1), StopRule(usd=5)]
+    before = [UpdateNumbers(n, {"run_s": n * 7000.0, "run_usd": 4.0 * n, "entropy": 0.01}) for n in range(1, 4)]
+    later = [UpdateNumbers(4, {"run_s": 21_600.0, "run_usd": 12.5, "entropy": 0.3})]
+    history, spent = History([*before, *later], []), spent_before(rules, History(before, []))
+    assert len(StopRules(rules, {}).after(history, 4)) == 2
+    assert StopRules(rules, {rule: (3, value) for rule, value in spent.items()}).after(history, 4) == []
 
 
 def test_hours_begin_anew_after_a_pause_and_a_warning_comes_once() -> None:

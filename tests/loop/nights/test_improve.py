@@ -440,6 +440,31 @@ def test_a_night_whose_report_was_removed_is_not_taken_for_the_next_one(
     assert isinstance(night, Night) and night.number == 2
 
 
+def test_what_earlier_nights_trained_on_is_held_out_last(gated: LoadedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The night trained on all but two words, which are not the newest; now all words come again."""
+    nights, asked = Nights(gated.config.runs / "letters"), [{"id": word, "ask": f"say {word}"} for word in WORDS]
+    write_lines(nights.path(1) / "scenarios.jsonl", [each for each in asked if each["id"] not in ("pear", "fig")])
+    monkeypatch.setattr("art_cli.loop.nights.night.read_traffic", lambda *_, **__: Traffic([], 12, asked))
+    night = _begin(load_config(gated.path, ["improve.held_out=0.25"]), nights, nights.all(), Served(BASELINE, ""))
+    assert isinstance(night, Night) and night.num_held_out == 3
+    lines = (nights.path(2) / "held_out.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == ["pear", "fig", "bean"]
+    assert {json.loads(line)["id"] for line in (nights.path(2) / "scenarios.jsonl").read_text().splitlines()} >= {
+        word for word in WORDS if word not in ("pear", "fig", "bean")
+    }
+
+
+def test_scenarios_test_for_a_week_and_those_of_a_failed_night_not_at_all(gated: LoadedConfig) -> None:
+    """So nights do not run out of scenarios where users ask the same again."""
+    nights = Nights(gated.config.runs / "letters")
+    for number, (age_days, outcome) in enumerate(((8, "promoted"), (6, "promoted"), (1, "failed")), 2):
+        night = _night(number, outcome=outcome)
+        night.started_at = time.time() - age_days * 86_400
+        nights.write(night)
+        write_lines(nights.path(number) / "held_out.jsonl", [{"id": str(number), "ask": "apple"}])
+    assert [each["id"] for each in _gated_sets(gated, nights)["traffic"]] == ["3"]
+
+
 def test_a_night_whose_configuration_changes_while_it_trains_trains_anew(
     gated: LoadedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,25 @@ def test_a_directory_that_another_machine_overtook_is_moved_aside_and_not_mixed_
     assert content(RunDir(tmp_path / "mine.aside-1"), 2) == lost
 
 
+def test_a_gateways_directory_stays_where_the_gateway_writes(tmp_path: Path, address: str) -> None:
+    """`art gateway` may be running, and what it wrote may not be in the store yet."""
+    first, second = made(tmp_path / "mine", 1), RunDir(tmp_path / "second" / "mine")
+    journal = first.root / "gateway" / "calls-20261130-000000.jsonl"
+    journal.parent.mkdir()
+    journal.write_text("one\n")
+    upload(opened(first, f"{address}/mine"))
+    died(ObjectStore(f"{address}/mine"))
+    mirror = opened(second, f"{address}/mine")
+    assert (second.root / "gateway" / journal.name).read_text() == "one\n"
+    add_step(second, 2)
+    upload(mirror)
+    mirror.lease.give_back()
+    with journal.open("a") as writing:
+        opened(first, f"{address}/mine")
+        writing.write("two\n")
+    assert first.checkpoint_steps() == [2] and journal.read_text() == "one\ntwo\n"
+
+
 def test_a_machine_that_wakes_after_it_was_overtaken_writes_nothing(tmp_path: Path, address: str) -> None:
     first, second = made(tmp_path / "mine", 1), RunDir(tmp_path / "second" / "mine")
     asleep = opened(first, f"{address}/mine")
