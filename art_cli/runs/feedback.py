@@ -5,6 +5,7 @@ entry for the same target and metric replaces an earlier one, and an entry witho
 """
 
 from collections.abc import Sequence
+from operator import mul
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -16,6 +17,7 @@ from art_cli.runs.trajectory import SCHEMA_VERSION, Json
 
 FEEDBACK_FILE = "feedback.jsonl"
 COMMENT, DEMONSTRATION = "comment", "demonstration"  # metrics that need no declaration
+USER = "user"  # the tag that names the user of a client
 Optimize = Literal["max", "min"]
 Target = tuple[str, str, str]  # conversation, reply ("" for the whole conversation), metric
 
@@ -64,11 +66,11 @@ def latest(path: Path, *, within: Path | None = None) -> dict[str, list[Feedback
 def rating(entries: Sequence[FeedbackEntry], metric: str) -> float | None:
     """Returns the reward of a conversation with these entries: the metric's mean, or None if no entry has it.
 
-    A metric of replies has several values. True is 1 and False is 0. Metrics to minimize are negated.
+    A metric of replies has several values. An entry for the whole conversation replaces those for its replies, because
+    the metric's declaration has changed. True is 1 and False is 0. Metrics to minimize are negated.
     """
-    values = [
-        -float(entry.value) if entry.optimize == "min" else float(entry.value)
-        for entry in entries
-        if entry.metric == metric and isinstance(entry.value, bool | float)
-    ]
-    return fmean(values) if values else None
+    rated = [entry for entry in entries if entry.metric == metric and isinstance(entry.value, bool | float)]
+    counting = [entry for entry in rated if not entry.reply] or rated
+    values = [float(entry.value) for entry in counting if isinstance(entry.value, bool | float)]
+    signs = [-1.0 if entry.optimize == "min" else 1.0 for entry in counting]
+    return fmean(map(mul, signs, values)) if values else None

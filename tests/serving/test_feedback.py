@@ -299,6 +299,43 @@ async def test_feedback_is_redacted_like_calls(tmp_path: Path) -> None:
     assert json.loads(call["function"]["arguments"]) == {"password": "[redacted]", "user": "ann"}
 
 
+async def test_names_that_redaction_would_make_equal_stay_different(tmp_path: Path) -> None:
+    """Conversations named by telephone numbers, and users as well. Also after a restart, and without any key."""
+    redact = {"patterns": [r"\+\d+"]}
+    numbers = ("+4915112345678", "+4915199999999")
+    for keys in ((ANN, BOB), ()):
+        place = tmp_path / str(len(keys))
+        for value in (True, False):
+            async with standing(
+                place, ScriptedBackend(numbered()), keys=keys, feedback=METRICS, redact=redact
+            ) as gateway:
+                for number in numbers:
+                    await reply_id(gateway, "how?", X_Art_Conversation=number)
+                    rating_of = {"metric_name": "solved", "value": value, "episode_id": number}
+                    await rated(gateway, rating_of | {"tags": {"user": number}})
+        assert len(lines(place)) == 4 and len({entry.tags["user"] for entry in lines(place)}) == 2
+        assert len(latest(place)) == len({each.id for each in written(place)}) == 4
+        assert not any(number in path.read_text() for path in place.glob("*.jsonl") for number in numbers)
+
+
+async def test_feedback_is_refused_after_its_file_was_moved(tmp_path: Path) -> None:
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        body: Json = {"metric_name": "thumbs", "value": True, "inference_id": await reply_id(gateway)}
+        (tmp_path / "feedback.jsonl").rename(tmp_path / "feedback.old")
+        answer = await rate(gateway, body)
+        assert (answer.status_code, "restart the gateway" in answer.text) == (503, True)
+    async with standing(tmp_path, ScriptedBackend(numbered()), feedback=METRICS) as gateway:
+        await rated(gateway, body)
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_metric_that_became_one_of_conversations_counts_once() -> None:
+    fields: Json = {"id": "1", "at": 1.0, "client": "key 1", "conversation": "c", "metric": "thumbs"}
+    old, new = FeedbackEntry(**fields, reply="a" * 32, value=False), FeedbackEntry(**fields, value=True)
+    assert rating([old, new], "thumbs") == 1.0
+    assert rating([old, new], "solved") is None
+
+
 async def test_concurrent_doubles_count_once_and_are_synced_before_any_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

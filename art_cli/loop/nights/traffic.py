@@ -14,7 +14,7 @@ from art_cli.loop.nights.canary_test import Rating
 from art_cli.rollouts.near_duplicates import is_same, words_of
 from art_cli.rollouts.tables.columns import check_id
 from art_cli.runs.durable import read_lines
-from art_cli.runs.feedback import FEEDBACK_FILE, FeedbackEntry, latest
+from art_cli.runs.feedback import FEEDBACK_FILE, USER, FeedbackEntry, latest
 from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime import plugins
 from art_cli.runtime.errors import DataError, describe
@@ -26,7 +26,6 @@ Convert = Callable[[Json, list[Json]], Json | None]
 PATTERN, JOURNALS = "trajectories-[0-9]*[0-9].jsonl", "calls-*.jsonl"
 READ_MORE = 4  # conversations are read up to this multiple of `max_scenarios`, because many give the same scenario
 INSTRUCTIONS = ("system", "developer")  # roles
-USER = "user"  # the feedback tag that names the user of a client
 
 
 class Traffic(NamedTuple):

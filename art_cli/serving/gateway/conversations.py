@@ -125,7 +125,7 @@ class Conversations:
         self, client: str, request: Request, replaced: Attempted | None, prefixes: list[bytes]
     ) -> Conversation | None:
         if request.conversation is not None:
-            return self._named.get((client, self._redactor.text(request.conversation)))
+            return self._named.get((client, self._redactor.name(request.conversation)))
         is_lost = replaced is not None and replaced.state == "lost"  # an answered call may belong to another attempt
         before = self.open.get(self._attempted.get(replaced, "")) if replaced is not None and is_lost else None
         if before is not None and before.is_attached:
@@ -152,8 +152,8 @@ class Conversations:
         return None
 
     def _begin(self, client: str, request: Request) -> Conversation:
-        name = None if request.conversation is None else self._redactor.text(request.conversation)
-        redacted = None if request.scenario is None else self._redactor.text(request.scenario)
+        name = None if request.conversation is None else self._redactor.name(request.conversation)
+        redacted = None if request.scenario is None else self._redactor.name(request.scenario)
         scenario = scenario_of(msgspec.structs.replace(request, scenario=redacted))
         return self._open(About(uuid.uuid4().hex, client, name, scenario))
 

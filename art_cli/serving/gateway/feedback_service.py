@@ -29,11 +29,11 @@ from art_cli.chat.requests import Json
 from art_cli.chat.wires import WIRES
 from art_cli.config.schema import FeedbackMetricConfig
 from art_cli.runs.durable import LineWriter, SharedSync, read_lines
-from art_cli.runs.feedback import COMMENT, DEMONSTRATION, FEEDBACK_FILE, FeedbackEntry, Target
+from art_cli.runs.feedback import COMMENT, DEMONSTRATION, FEEDBACK_FILE, USER, FeedbackEntry, Target
 from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runtime.state_key import shortened
 from art_cli.serving.gateway.journal import RETRY_S, Journal
-from art_cli.serving.gateway.redaction import Redactor
+from art_cli.serving.gateway.redaction import REDACTED, Redactor
 from art_cli.serving.gateway.reply_index import episode_keys, reply_key
 from art_cli.serving.middleware import FEEDBACK_PATHS, Admission
 
@@ -78,7 +78,7 @@ class FeedbackLog:
 
     def __init__(self, writer: LineWriter) -> None:
         """Reads the file. Raises DataError for a line that is no entry."""
-        self._shared = SharedSync(writer)
+        self._writer, self._shared = writer, SharedSync(writer)
         self._counts: dict[Target, _Entered] = {}  # the entry that counts
         self._by_key: dict[str, _Entered] = {}  # digest of an Idempotency-Key -> its entry
         self._targets: dict[tuple[str, str], Target] = {}  # (client, id) -> the entry's target
@@ -99,8 +99,7 @@ class FeedbackLog:
             entry = msgspec.structs.replace(entry, id=counting.id)  # the line keeps the key for a later double
         elif entry.value is None and counting is None:
             raise ChatError(404, "value: null withdraws feedback, and there is none for this target and metric")
-        self._shared.append(entry)
-        self._note(entry)
+        self._append(entry)
         await self._shared.sync()
         return entry.id
 
@@ -114,9 +113,15 @@ class FeedbackLog:
             entry = FeedbackEntry(
                 id=new_id(), at=time.time(), client=client, conversation=conversation, reply=reply, metric=metric
             )
-            self._shared.append(entry)
-            self._note(entry)
+            self._append(entry)
         await self._shared.sync()
+
+    def _append(self, entry: FeedbackEntry) -> None:
+        """Raises ChatError if the file was moved, because nobody would read the entry."""
+        if not self._writer.is_in_place():
+            raise ChatError(503, f"{FEEDBACK_FILE} was moved away; restart the gateway", code="not_recorded")
+        self._shared.append(entry)
+        self._note(entry)
 
     def _note(self, entry: FeedbackEntry) -> None:
         entered = _Entered(entry.id, _content(entry))
@@ -178,7 +183,10 @@ class FeedbackService:
         sent = _converted(decode_object(body), _Body)
         if (sent.inference_id is None) == (sent.episode_id is None):
             raise invalid("give either inference_id, the id of a reply, or episode_id, a conversation", "inference_id")
-        return msgspec.structs.replace(sent, value=self._value(sent), tags=self._redactor.document(sent.tags or {}))
+        tags = self._redactor.document(sent.tags or {})
+        if (user := (sent.tags or {}).get(USER)) is not None:
+            tags = {**tags, USER: self._redactor.name(user, tags.get(USER, REDACTED))}
+        return msgspec.structs.replace(sent, value=self._value(sent), tags=tags)
 
     def _value(self, sent: _Body) -> bool | float | str | Json | None:
         name, value = sent.metric_name, sent.value
@@ -211,7 +219,7 @@ class FeedbackService:
         if sent.inference_id is None and (level == "reply" or sent.metric_name == DEMONSTRATION):
             raise invalid(f"episode_id: {sent.metric_name[:80]} rates a reply; give its inference_id", "episode_id")
         reply = "" if sent.inference_id is None else hex_id(sent.inference_id)
-        name = None if sent.episode_id is None else self._redactor.text(shortened(sent.episode_id))
+        name = None if sent.episode_id is None else self._redactor.name(shortened(sent.episode_id))
         keys = [reply_key(reply)] if name is None else episode_keys(name)
         found = await self._journal.find(client, keys) if reply or sent.episode_id is not None else None
         if found is None:

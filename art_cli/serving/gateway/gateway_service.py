@@ -45,6 +45,7 @@ from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError, UsageError, printable
 from art_cli.runtime.secrets import MIN_LENGTH, Secrets
 from art_cli.runtime.state_key import RECORD_HEADER, read_text
+from art_cli.serving.gateway.client_names import read_salt
 from art_cli.serving.gateway.conversations import Conversation, Conversations, prefixes_of
 from art_cli.serving.gateway.feedback_service import FeedbackService
 from art_cli.serving.gateway.journal import Journal
@@ -245,7 +246,7 @@ class GatewayService:
         self._engine, self._journal, self._config = engine, journal, config
         self.admission = Admission(concurrency=CONCURRENCY, queue=0)
         self.stopping = Stopping(drain_s, refuse=self.admission.drain, num_running=lambda: self.admission.num_in_flight)
-        redactor = Redactor(config.redact, secrets_known)
+        redactor = Redactor(config.redact, secrets_known, salt=read_salt(journal.directory))
         gateway = Gateway(
             engine,
             defaults=Sampling(),

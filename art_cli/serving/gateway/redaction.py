@@ -23,6 +23,7 @@ Value = TypeVar("Value")
 Json = dict[str, Any]
 
 REDACTED = "[redacted]"
+LETTERS = str.maketrans("0123456789", "ghijklmnop")  # digests of letters, which patterns for numbers leave alone
 MAX_REMEMBERED = 1024  # maximum cached messages; cached because each call repeats all earlier messages
 MAX_REMEMBERED_BYTES = 64 * 2**20  # maximum bytes of cached redacted messages
 MAX_NESTED = 8  # maximum levels of JSON inside JSON strings
@@ -36,8 +37,9 @@ class Redactor:
     """Example: with keys ["password"], '{"user": "x", "password": "y"}' becomes
     '{"user":"x","password":"[redacted]"}'."""
 
-    def __init__(self, rules: RedactConfig, secrets: Secrets) -> None:
-        self._secrets = secrets
+    def __init__(self, rules: RedactConfig, secrets: Secrets, *, salt: bytes = b"") -> None:
+        """`salt` is part of the digests in redacted names."""
+        self._secrets, self._salt = secrets, salt[: hashlib.blake2b.MAX_KEY_SIZE]
         self._patterns = [re.compile(pattern) for pattern in rules.patterns]
         self._names = frozenset(name.lower() for name in rules.keys)
         names = "|".join(re.escape(name) for name in rules.keys)
@@ -80,6 +82,17 @@ class Redactor:
     def text(self, text: str) -> str:
         """Redacts a text; returns the same object if unchanged."""
         return self._text(text, nested=0)
+
+    def name(self, name: str, redacted: str | None = None) -> str:
+        """Redacts a name, as of a conversation. A changed name gets a digest, so different names stay different.
+
+        `redacted` is what the name has become already.
+        """
+        redacted = self._text(name, nested=0) if redacted is None else redacted
+        if redacted == name:
+            return name
+        digest = hashlib.blake2b(name.encode(errors="replace"), key=self._salt, digest_size=8).hexdigest()
+        return f"{redacted} {digest.translate(LETTERS)}"
 
     def num_new_bytes(self, request: Request) -> int:
         """Returns the size of the request's uncached parts, which `request` would have to process."""
