@@ -19,8 +19,7 @@ Gates are bounds on an evaluation's means, or on differences from another policy
     reward.low>=baseline      the lower end of the interval of that difference
     reward>=runs/a+0.1        the paired difference from the policy named runs/a
 
-Impossible metric names are refused before playing. Metrics missing from all attempts are refused after the
-first attempts.
+Impossible metric names are refused before playing, and misspelt names of an agent's metrics after four attempts.
 """
 
 import logging

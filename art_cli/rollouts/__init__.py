@@ -1,7 +1,7 @@
 """Runs the user's agent: scenarios in, trajectories out.
 
 scenario_files.py    training and evaluation scenarios, and their play order
-adaptive.py          chooses the scenarios to play more often and the groups to train on again
+adaptive.py          chooses the scenarios to play more often
 policy.py            Policy, the argument of a rollout function, and how its result becomes an Outcome
 function_rollout.py  a Python function as a Rollout; attempts share the process environment
 process.py           runs the Python function in separate processes (the default)

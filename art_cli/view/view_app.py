@@ -1,6 +1,6 @@
 """The page and its answers over HTTP: a Starlette application behind PageGuard. Answers are computed in threads.
 
-GET / and the page's files; GET /api/... as in docs/view.md; POST /api/chat and .../label, a person's answer.
+GET / and the page's files; GET /api/... (the routes below); POST /api/chat and .../label, a person's answer.
 
 PageGuard refuses requests from other sites (chat/api_keys.py), and sends a content policy with each answer.
 """
