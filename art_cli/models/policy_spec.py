@@ -22,6 +22,8 @@ from art_cli.models.tokenizer import load_tokenizer
 from art_cli.models.weights import Weights
 from art_cli.runs.manifest import Origin
 
+ALL_LINEAR = "all-linear"  # PEFT's name for all linear modules but the head
+
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
     """A policy, independent of its step.
@@ -104,7 +106,7 @@ def read_spec(
         lora_rank=configured if trained is None else _largest_rank(trained),
         chat_template=template if isinstance(template, str) else None,
         learner_device=None if device is None else pick_device(device),
-        lora_targets=() if trained is None else _targets(files, [trained]),
+        lora_targets=_planned_targets(config, files) if trained is None else _targets(files, [trained]),
         quantize=config.quantize,
     )
 
@@ -128,8 +130,36 @@ def _largest_rank(lora: Any) -> int:
 
 def _targets(model_config: Any, loras: Sequence[Any]) -> tuple[str, ...]:
     """Returns the last parts of the adapted modules' names; () without experts, or if a pattern selects modules."""
-    text = model_config.get_text_config()
-    has_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    if not has_experts or any(isinstance(lora.target_modules, str) for lora in loras):
+    if not _has_experts(model_config) or any(isinstance(lora.target_modules, str) for lora in loras):
         return ()
     return tuple(sorted({name.rpartition(".")[2] for lora in loras for name in lora.target_modules or ()}))
+
+
+def _planned_targets(config: ModelConfig, model_config: Any) -> tuple[str, ...]:
+    """Like `_targets`, for adapters that are not made yet."""
+    if config.lora is None or not _has_experts(model_config):
+        return ()
+    if config.lora.targets == ALL_LINEAR:
+        return linear_targets(model_config)
+    named = [] if isinstance(config.lora.targets, str) else config.lora.targets
+    return tuple(sorted({name.rpartition(".")[2] for name in named}))
+
+
+def linear_targets(model_config: Any) -> tuple[str, ...]:
+    """Returns the last parts of the names of all linear modules but the head; () without experts."""
+    import torch
+    import transformers
+
+    if not _has_experts(model_config):
+        return ()
+    auto: Any = transformers.AutoModelForCausalLM  # untyped there
+    with torch.device("meta"):
+        model = auto.from_config(model_config)
+    head = model.get_output_embeddings()
+    linear = (name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head)
+    return tuple(sorted({name.rpartition(".")[2] for name in linear}))
+
+
+def _has_experts(model_config: Any) -> bool:
+    text = model_config.get_text_config()
+    return bool(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None))

@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 from peft import LoraConfig
-from transformers import Gemma3Config, Qwen3MoeConfig
+from transformers import Gemma3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig, load_config
@@ -169,6 +169,21 @@ def test_a_spec_of_a_mixture_of_experts_names_the_adapted_modules(tmp_path: Path
     targets = {name.rpartition(".")[2] for name in LoraConfig.from_pretrained(adapter).target_modules}
     read = read_spec(ModelConfig(base=base, dtype="float32", lora=None), base, adapter=adapter)
     assert set(read.lora_targets) == targets and "q_proj" in targets
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # of PEFT, for the experts
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "self_attn.v_proj"]])
+def test_a_mixture_of_experts_has_the_same_targets_read_from_files_and_from_weights(
+    tmp_path: Path, targets: Any
+) -> None:
+    base = save_tiny_base(tmp_path / "base")
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=265, head_dim=8, **shape, **experts)).save_pretrained(base)
+    config = ModelConfig.model_validate({"base": base, "lora": {"rank": 4, "targets": targets}, "dtype": "float32"})
+    read = read_spec(config, base, device="cpu")
+    assert read.lora_targets == spec_of(load_weights(config, base, device="cpu")).lora_targets
+    assert set(read.lora_targets) >= {"q_proj", "v_proj"}
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
 """Parses the wait requested by a provider, from all common headers, formats and units. Pure except for the clock.
 
-    Retry-After: 30
-    Retry-After: Wed, 21 Oct 2026 07:28:00 GMT
-    x-ratelimit-reset-requests: 1m3s
-    anthropic-ratelimit-tokens-reset: 2026-10-21T07:28:00Z
-    x-ratelimit-reset: 1792567680000
-    "retryDelay": "34s" or "try again in 7m12s" in an error's text
+Retry-After: 30
+Retry-After: Wed, 21 Oct 2026 07:28:00 GMT
+x-ratelimit-reset-requests: 1m3s
+anthropic-ratelimit-tokens-reset: 2026-10-21T07:28:00Z
+x-ratelimit-reset: 1792567680000
+"retryDelay": "34s" or "try again in 7m12s" in an error's text
 """
 
 import re

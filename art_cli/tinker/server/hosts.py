@@ -22,7 +22,7 @@ from art_cli.engines import make_engine
 from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
 from art_cli.learners.probe import measure_probe
-from art_cli.models.policy_spec import PolicySpec, spec_of
+from art_cli.models.policy_spec import PolicySpec, linear_targets, spec_of
 from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.manifest import Probe, verify_checkpoint
 from art_cli.runtime.scratch import make_directory
@@ -171,7 +171,8 @@ def _load(base: Base, adapter: Path | None) -> Weights:
 def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
     """Returns the served model: the base with adapters up to the maximum rank."""
     processes = 1 if base.replicas is None else base.replicas.job.learner.processes
-    return msgspec.structs.replace(spec_of(base.weights), lora_rank=limits.rank, learner_gpus=processes)
+    spec, targets = spec_of(base.weights), linear_targets(base.weights.model.config)
+    return msgspec.structs.replace(spec, lora_rank=limits.rank, learner_gpus=processes, lora_targets=targets)
 
 
 def _with_room(config: VllmEngineConfig, limits: BackendLimits) -> VllmEngineConfig:
