@@ -68,3 +68,21 @@ def test_colours_and_odd_bytes_do_not_hide_it() -> None:
     assert find_cause("\x1b[36m(EngineCore pid=7)\x1b[0;0m ERROR 11-27 18:11:31 [core.py:1] " + "Traceback (most recent"
         " call last):\n\x1b[36m(EngineCore pid=7)\x1b[0;0m ERROR 11-27 18:11:31 [core.py:1] ValueError: \ufffd\x00no\n"
     ) == "ValueError: \ufffd\x00no"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("estimate", "cure"),
+    [
+        ("Based on the available memory, the estimated maximum model length is 28144. ", "set model.max_length=28144"),
+        ("", "set model.max_length"),
+    ],
+)
+def test_a_context_that_the_cache_cannot_hold_is_named_by_its_key(estimate: str, cure: str) -> None:
+    """vLLM's own advice names other keys, and may be cut off."""
+    text = (
+        "ValueError: To serve at least one request with the model's max seq len (40960), (5.62 GiB KV cache is needed, "
+        f"which is larger than the available KV cache memory (3.86 GiB). {estimate}Try increasing "
+        "`gpu_memory_utilization` (which also controls the size of other allocations) or decreasing `max_model_len` "
+        "when initializing the engine."
+    )
+    assert find_cause(START + block("EngineCore", *TRACEBACK, text)).endswith(f"; {cure}")

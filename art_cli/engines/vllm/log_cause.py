@@ -11,6 +11,8 @@ _LINE = re.compile(r"(?:\((?P<process>\w+)[^()]*\) )?(?:ERROR [\d-]+ [\d:]+ \[[^
 _EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:: .*)?$")  # last line of a traceback, such as "ValueError: too long"
 _ARGUMENTS = re.compile(r"[\w.]+: error: .+")  # argparse's, such as "entry.py: error: unrecognized arguments: --x"
 _CHAIN = ("During handling of", "The above exception was")  # between chained tracebacks
+_TOO_LONG = re.compile(r"max seq len \(\d+\)")  # more than the cache holds
+_FITTING = re.compile(r"estimated maximum model length is (\d+)")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")  # where FORCE_COLOR is set
 SERVER = "APIServer"  # starts the other processes and reports their failures
 MAX_CAUSE = 400  # characters; some messages are long, for example vLLM's list of quantization methods
@@ -30,9 +32,18 @@ def find_cause(log: str, *, has_server: bool = True) -> str:
     failures = {process: failure for process, each in lines.items() if (failure := _first_failure(each))}
     of_others = [failure for process, failure in failures.items() if process not in (SERVER, "")]
     if of_others or (failures and has_server):
-        return min(of_others or failures.values())[1][:MAX_CAUSE]
+        return _with_cure(min(of_others or failures.values())[1])
     refused = (text for each in lines.values() for _, text in each if _ARGUMENTS.match(text))
     return next(refused, "")[:MAX_CAUSE]
+
+
+def _with_cure(cause: str) -> str:
+    """Returns the cause, shortened. If the context does not fit in the cache, the cause ends with art's key for it."""
+    cure = ""
+    if _TOO_LONG.search(cause):
+        fitting = _FITTING.search(cause)
+        cure = f"; set model.max_length{f'={fitting[1]}' if fitting and int(fitting[1]) else ''}"
+    return cause[:MAX_CAUSE] + cure
 
 
 def _first_failure(lines: list[tuple[int, str]]) -> tuple[int, str] | None:
