@@ -89,19 +89,18 @@ def read_ratings(
 
     A later change of mind does not count, because the test has already used the rating.
     """
-    entries = [
-        (entry, f"{place}/{entry.client}")  # every gateway numbers its own clients
+    rated: set[str] = set()
+    entries = (
+        (entry.at, f"{place}/{entry.client}", entry)  # every gateway numbers its own clients
         for place, each in enumerate(directories)
         for entry in read_lines(each / FEEDBACK_FILE, FeedbackEntry)
-    ]
-    rated: set[str] = set()
-    for entry, client in sorted(entries, key=lambda pair: pair[0].at):
+        if entry.metric == metric and entry.policy in (promoted, candidate) and entry.answered_at >= since
+    )
+    for _, client, entry in sorted(entries, key=lambda each: each[0]):
         value = entry.value
-        is_meant = entry.metric == metric and isinstance(value, bool | float) and entry.answered_at >= since
-        if not is_meant or entry.policy not in (promoted, candidate) or entry.conversation in rated:
+        if not isinstance(value, bool | float) or entry.conversation in rated:
             continue
         rated.add(entry.conversation)
-        assert isinstance(value, bool | float), "checked above"
         share = min(max(float(value), 0.0), 1.0)
         share = 1.0 - share if entry.optimize == "min" else share
         yield Rating(entry.policy == candidate, share, client, entry.tags.get(USER, ""))
