@@ -65,6 +65,8 @@ def run(
     elif is_rollback:
         served = roll_back(root)
         text = f"{root}: {served.checkpoint} answers now"
+        if loaded.config.store is not None:
+            text += "; run art improve on this machine next, because the store does not know it yet"
         print_result({"checkpoint": served.checkpoint, "policy": served.policy}, text, as_json)
     else:
         check_ready(loaded, is_training=True)
