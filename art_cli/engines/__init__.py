@@ -109,6 +109,7 @@ class EngineSetup:
     logs: Path  # directory for log files of child processes
     weights: Weights | None = None  # set only if the engine's `weights` trait is "here"
     shares_weights: bool = True  # whether a learner in this process updates these weights; then `load` reads nothing
+    num_policies: int = 1  # policies for which `beside` is to have room, this engine's included
 
 
 def engine_traits(config: EngineConfig, directory: Path) -> EngineTraits:
@@ -142,6 +143,7 @@ def make_engine(
     logs: Path,
     directory: Path = Path(),
     shares_weights: bool = True,
+    num_policies: int = 1,
 ) -> Engine:
     """Returns the configured engine, not started yet. Raises EngineError if it cannot be constructed here.
 
@@ -161,6 +163,7 @@ def make_engine(
         logs=logs,
         weights=weights if traits.weights == "here" else None,
         shares_weights=shares_weights,
+        num_policies=num_policies,
     )
     if isinstance(config, OwnEngineConfig):
         return _own_engine(config.entry, setup, directory)

@@ -36,7 +36,6 @@ from art_cli.config.schema import (
     OwnEngineConfig,
     RunConfig,
     TinkerEngineConfig,
-    VllmEngineConfig,
 )
 from art_cli.config.sections.engine_config import HOSTED
 from art_cli.engines import Engine, make_engine
@@ -45,7 +44,6 @@ from art_cli.models.adapters import on_base
 from art_cli.models.base_files import base_digest
 from art_cli.models.loading import load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, rank_of, read_spec
-from art_cli.models.run_memory import ADAPTERS
 from art_cli.models.tokenizer import templated_tokenizer
 from art_cli.models.weights import Weights
 from art_cli.runs import run_checkpoints
@@ -85,11 +83,6 @@ class Loader:
     _bases: dict[tuple[str, str, int | None, str | None], Weights] = field(default_factory=dict)
     _engines: weakref.WeakSet[Engine] = field(default_factory=weakref.WeakSet)
 
-    def __post_init__(self) -> None:
-        if isinstance(self.config, VllmEngineConfig) and self.num_policies > 1:
-            slots = {"max-loras": ADAPTERS * self.num_policies}  # the user's arguments win
-            self.config = self.config.model_copy(update={"args": slots | self.config.args})
-
     @property
     def swaps_adapters(self) -> bool:
         """True if the engines can load another adapter while serving the old one."""
@@ -102,7 +95,8 @@ class Loader:
             policy = await call_in_thread(self._weights if self.config.weights == "here" else _spec, source)
         engine = self._beside_others(policy, source)
         if engine is None:
-            engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=self.logs)
+            num, logs = self.num_policies, self.logs
+            engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=logs, num_policies=num)
         await engine.start()
         self._engines.add(engine)
         try:

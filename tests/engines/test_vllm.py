@@ -701,6 +701,15 @@ async def test_an_adapter_that_is_gone_after_a_restart_fails_its_engine_alone(fa
 
 
 @pytest.mark.parametrize(
+    ("num", "args", "slots"), [(1, {}, None), (2, {}, 4), (3, {"enforce-eager": True}, 6), (2, {"max_loras": 8}, 8)]
+)
+def test_a_server_has_slots_for_its_policies_and_their_changes(num: int, args: Json, slots: int | None) -> None:
+    config = VllmEngineConfig.model_validate({"name": "vllm", "args": args})
+    given = arguments.user_args(arguments.with_slots(config, num))
+    assert given.pop("max-loras", None) == slots and given.keys() == args.keys() - {"max_loras"}
+
+
+@pytest.mark.parametrize(
     "change", [{"base": "org/other"}, {"lora_rank": 16}, {"chat_template": "other"}, {"quantize": "4bit"}]
 )
 async def test_another_base_or_a_larger_adapter_needs_another_server(fake: Fake, change: Json) -> None:

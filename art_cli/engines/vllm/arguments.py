@@ -146,6 +146,13 @@ def user_args(config: VllmEngineConfig) -> dict[str, JsonValue]:
     return {name.replace("_", "-"): value for name, value in config.args.items()}
 
 
+def with_slots(config: VllmEngineConfig, num_policies: int) -> VllmEngineConfig:
+    """Returns the configuration with adapter slots for several policies. The user's own arguments win."""
+    if num_policies == 1:
+        return config
+    return config.model_copy(update={"args": {"max-loras": ADAPTERS * num_policies} | user_args(config)})
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 

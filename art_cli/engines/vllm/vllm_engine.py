@@ -83,6 +83,7 @@ class VllmEngine:
     @classmethod
     def of(cls, config: VllmEngineConfig, setup: EngineSetup) -> "VllmEngine":
         assert setup.policy is not None, "vLLM has to know which base model it serves"
+        config = arguments.with_slots(config, setup.num_policies)
         return cls(config, setup.policy, name=setup.name, step=setup.step, logs=setup.logs)
 
     def beside(self, policy: PolicySpec, *, name: str, step: int) -> "VllmEngine | None":

@@ -22,8 +22,8 @@ from art_cli.runtime.errors import DataError, describe
 log = logging.getLogger(__name__)
 
 Convert = Callable[[Json, list[Json]], Json | None]
-# without the scored files of `art judge`: trajectories-20261130-090000.scored.jsonl
-PATTERN, JOURNALS = "trajectories-[0-9]*[0-9].jsonl", "calls-*.jsonl"
+# trajectories-20261130-090000.jsonl, and not the file that `art judge` writes beside it
+PATTERN, JOURNALS = f"trajectories-{'[0-9]' * 8}-{'[0-9]' * 6}.jsonl", "calls-*.jsonl"
 READ_MORE = 4  # conversations are read up to this multiple of `max_scenarios`, because many give the same scenario
 INSTRUCTIONS = ("system", "developer")  # roles
 
@@ -134,8 +134,12 @@ def _checked(scenario: object, trajectory: Trajectory, named: str) -> Json:
 
 def unlike(scenarios: Sequence[Json], others: Iterable[Json]) -> list[Json]:
     """Returns the scenarios that resemble none of the others."""
-    known = [_words(each) for each in others]
-    return [each for each in scenarios if not any(is_same(_words(each), other) for other in known)]
+    known, words = [_words(each) for each in others], [_words(each) for each in scenarios]
+    return [
+        scenario
+        for scenario, its in zip(scenarios, words, strict=True)
+        if not any(is_same(its, other) for other in known)
+    ]
 
 
 def _joined(scenarios: Sequence[Json], tested: Iterable[Json]) -> list[Json]:
