@@ -17,12 +17,11 @@ from art_cli.models.base_source import loading
 from art_cli.models.device import pick_device
 from art_cli.models.loading import resolve_dtype
 from art_cli.models.model_shape import length_of
+from art_cli.models.run_memory import empty_model, linear_modules, num_experts
 from art_cli.models.saved_weights import fitting
 from art_cli.models.tokenizer import load_tokenizer
 from art_cli.models.weights import Weights
 from art_cli.runs.manifest import Origin
-
-ALL_LINEAR = "all-linear"  # PEFT's name for all linear modules but the head
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,16 +129,16 @@ def _largest_rank(lora: Any) -> int:
 
 def _targets(model_config: Any, loras: Sequence[Any]) -> tuple[str, ...]:
     """Returns the last parts of the adapted modules' names; () without experts, or if a pattern selects modules."""
-    if not _has_experts(model_config) or any(isinstance(lora.target_modules, str) for lora in loras):
+    if not num_experts(model_config) or any(isinstance(lora.target_modules, str) for lora in loras):
         return ()
     return tuple(sorted({name.rpartition(".")[2] for lora in loras for name in lora.target_modules or ()}))
 
 
 def _planned_targets(config: ModelConfig, model_config: Any) -> tuple[str, ...]:
     """Like `_targets`, for adapters that are not made yet."""
-    if config.lora is None or not _has_experts(model_config):
+    if config.lora is None or not num_experts(model_config):
         return ()
-    if config.lora.targets == ALL_LINEAR:
+    if config.lora.targets == "all-linear":
         return linear_targets(model_config)
     named = [] if isinstance(config.lora.targets, str) else config.lora.targets
     return tuple(sorted({name.rpartition(".")[2] for name in named}))
@@ -147,19 +146,6 @@ def _planned_targets(config: ModelConfig, model_config: Any) -> tuple[str, ...]:
 
 def linear_targets(model_config: Any) -> tuple[str, ...]:
     """Returns the last parts of the names of all linear modules but the head; () without experts."""
-    import torch
-    import transformers
-
-    if not _has_experts(model_config):
+    if not num_experts(model_config):
         return ()
-    auto: Any = transformers.AutoModelForCausalLM  # untyped there
-    with torch.device("meta"):
-        model = auto.from_config(model_config)
-    head = model.get_output_embeddings()
-    linear = (name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head)
-    return tuple(sorted({name.rpartition(".")[2] for name in linear}))
-
-
-def _has_experts(model_config: Any) -> bool:
-    text = model_config.get_text_config()
-    return bool(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None))
+    return tuple(sorted({name.rpartition(".")[2] for name in linear_modules(empty_model(model_config))}))

@@ -60,14 +60,8 @@ def model_size(base: str) -> ModelSize:
 
 def size_of(config: Any) -> ModelSize:
     """Returns the model size for a transformers configuration."""
-    import torch
-    import transformers
-
-    auto: Any = transformers.AutoModelForCausalLM  # untyped there
-    with torch.device("meta"):
-        model = auto.from_config(config)
-    head, text = model.get_output_embeddings(), config.get_text_config()
-    linear = [each for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not head]
+    model, text = empty_model(config), config.get_text_config()
+    linear = [*linear_modules(model).values()]
     heads, hidden = text.num_attention_heads, text.hidden_size
     width = getattr(text, "head_dim", None) or hidden // heads
     queries, keys = heads * width, (getattr(text, "num_key_value_heads", None) or heads) * width
@@ -85,8 +79,34 @@ def size_of(config: Any) -> ModelSize:
         layers=text.num_hidden_layers,
         hidden=hidden,
         intermediate=intermediate,
-        experts=getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0,
+        experts=num_experts(config),
     )
+
+
+def empty_model(config: Any) -> Any:
+    """Returns a model of this transformers configuration, without weights."""
+    import torch
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM  # untyped there
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def linear_modules(model: Any) -> dict[str, Any]:
+    """Returns the model's linear modules by name, without the head."""
+    import torch
+
+    head = model.get_output_embeddings()
+    return {
+        name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head
+    }
+
+
+def num_experts(config: Any) -> int:
+    """Returns the number of experts; 0 without a mixture of experts."""
+    text = config.get_text_config()
+    return getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
 
 
 class RunMemory(NamedTuple):

@@ -5,7 +5,6 @@ entry for the same target and metric replaces an earlier one, and an entry witho
 """
 
 from collections.abc import Sequence
-from operator import mul
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -69,8 +68,10 @@ def rating(entries: Sequence[FeedbackEntry], metric: str) -> float | None:
     A metric of replies has several values. An entry for the whole conversation replaces those for its replies, because
     the metric's declaration has changed. True is 1 and False is 0. Metrics to minimize are negated.
     """
-    rated = [entry for entry in entries if entry.metric == metric and isinstance(entry.value, bool | float)]
-    counting = [entry for entry in rated if not entry.reply] or rated
-    values = [float(entry.value) for entry in counting if isinstance(entry.value, bool | float)]
-    signs = [-1.0 if entry.optimize == "min" else 1.0 for entry in counting]
-    return fmean(map(mul, signs, values)) if values else None
+    rated = [
+        (entry.reply, -float(entry.value) if entry.optimize == "min" else float(entry.value))
+        for entry in entries
+        if entry.metric == metric and isinstance(entry.value, bool | float)
+    ]
+    counting = [value for reply, value in rated if not reply] or [value for _, value in rated]
+    return fmean(counting) if counting else None

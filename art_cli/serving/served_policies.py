@@ -95,8 +95,14 @@ class Loader:
             policy = await call_in_thread(self._weights if self.config.weights == "here" else _spec, source)
         engine = self._beside_others(policy, source)
         if engine is None:
-            num, logs = self.num_policies, self.logs
-            engine = make_engine(self.config, policy, name=source.name, step=source.step, logs=logs, num_policies=num)
+            engine = make_engine(
+                self.config,
+                policy,
+                name=source.name,
+                step=source.step,
+                logs=self.logs,
+                num_policies=self.num_policies,
+            )
         await engine.start()
         self._engines.add(engine)
         try:

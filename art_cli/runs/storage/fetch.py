@@ -23,7 +23,7 @@ from art_cli.runs.run_checkpoints import wanted_steps
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import read_served
 from art_cli.runs.storage.object_store import HOME, Marker, ObjectStore, Stored, is_safe, write_marker
-from art_cli.runs.storage.uploads import CHECKPOINTS, MAX_MANIFEST_BYTES, NOT_KEPT, checkpoint_home, steps_of
+from art_cli.runs.storage.uploads import CHECKPOINTS, GATEWAY, MAX_MANIFEST_BYTES, NOT_KEPT, checkpoint_home, steps_of
 from art_cli.runtime.errors import CheckpointError, DataError, RunError, StorageError, UsageError, one_line, printable
 from art_cli.runtime.scratch import make_directory, scratch, user_cache
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 Wants = Literal["records", "policy", "everything"]
 Objects = Mapping[str, Stored]
-GATEWAY = "gateway"  # directory of `art gateway`
 INDEX = ".objects.json"  # maps names to marks for the cached objects
 SMALL_BYTES = 32 * 2**20  # larger checkpoint files are weights, which viewers do not need
 MAX_RUNS = 200  # maximum number of runs fetched from one directory

@@ -33,6 +33,7 @@ LOGS_S = 120.0  # minimum for logs, which resuming does not need
 UPLOAD_SHARE = 0.05  # maximum share of time spent on uploading one growing file
 MAX_MANIFEST_BYTES = 16 * 2**20
 NOT_KEPT = re.compile(r"(.*[./])?lock")  # files that lock a directory
+GATEWAY = "gateway"  # directory of `art gateway`
 CHECKPOINTS = "checkpoints"
 
 
@@ -264,4 +265,4 @@ def _is_needed(name: str, newest: int) -> bool:
     if first == "nights":
         return not ("/run/" in name and name.endswith((".jsonl", ".log")))  # these grow
     match = STEP_NAME.fullmatch(first)
-    return int(match[1]) < newest if match is not None else first not in ("logs", "gateway")
+    return int(match[1]) < newest if match is not None else first not in ("logs", GATEWAY)

@@ -20,6 +20,7 @@ from art_cli.chat.requests import Request
 from art_cli.config.schema import EmbeddedEngineConfig, EngineConfig, VllmEngineConfig
 from art_cli.engines import make_engine
 from art_cli.engines.proof import WeightProof
+from art_cli.engines.vllm.arguments import user_args
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
 from art_cli.learners.probe import measure_probe
 from art_cli.models.policy_spec import PolicySpec, linear_targets, spec_of
@@ -177,7 +178,7 @@ def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
 
 def _with_room(config: VllmEngineConfig, limits: BackendLimits) -> VllmEngineConfig:
     """Returns the configuration with room for all adapters. vLLM never sleeps here."""
-    args = {"max-loras": limits.samplers, **{name.replace("_", "-"): value for name, value in config.args.items()}}
+    args = {"max-loras": limits.samplers} | user_args(config)
     return config.model_copy(update={"args": args, "sleep": 0})
 
 
