@@ -25,7 +25,7 @@ PLAIN, BOXED, QUOTED = "plain", "boxed", "JSON string"
 FAILS = "a failed call"  # the call fails and the agent's client raises an error
 LATE = "a late reply"  # the client of an impatient agent times out
 UNVARIED = (FAILS, LATE)
-BROKEN = "a broken call"  # the arguments are no JSON, and an agent that parses them raises an error
+BROKEN = "a broken call"  # the arguments are not JSON, and an agent that parses them raises an error
 ENDLESS = "a call in every reply"  # the agent continues until a limit
 
 

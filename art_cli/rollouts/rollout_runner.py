@@ -232,7 +232,7 @@ class Runner:
         self.openings = Openings(config.most_at_once)  # shared by all runs
         self.concurrency: Concurrency | None = None  # unset if the configuration fixes the number
         self._following: asyncio.Task[None] | None = None
-        self.is_watched = True  # False once failures and silence are no fault of the agent
+        self.is_watched = True  # False once failures and silence are not the agent's fault
 
     async def __aenter__(self) -> Self:
         try:
@@ -344,7 +344,7 @@ class Runner:
         loop, config = asyncio.get_running_loop(), self._agents[plan.source].config
         deadline = loop.time() + config.timeout_s
         is_alone, earlier = False, None
-        number = num_moves = 0  # tries that failed, and tries whose machine was lost, which are no fault of the attempt
+        number = num_moves = 0  # tries that failed, and tries whose machine was lost, not the attempt's fault
         while True:
             if self._cluster is not None:
                 deadline += await self._cluster.ready()

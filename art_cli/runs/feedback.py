@@ -51,7 +51,7 @@ def latest(path: Path, *, within: Path | None = None) -> dict[str, list[Feedback
     """Returns by trajectory id the feedback that counts: the newest entry of each target, without withdrawn ones.
 
     `path` is the file or its directory. A missing file gives no feedback. Links that lead out of the directory `within`
-    are refused. Raises DataError for a line that is no entry.
+    are refused. Raises DataError for a line that is not an entry.
     """
     file = path / FEEDBACK_FILE if path.is_dir() else path
     newest = {entry.target: entry for entry in read_lines(file, FeedbackEntry, within=within)}

@@ -5,7 +5,7 @@
     labels.jsonl    pairs that a person ordered (`art label`); they replace the rewards of the same two attempts
 
 A cascade's groups teach what its second judge scored. The groups that its first judge scored alone teach nothing,
-because this judge is the pupil. Rewards of other judges may compare within a group only, so they are no values. If a
+because this judge is the pupil. Rewards of other judges may compare within a group only, so they are not values. If a
 reward in a file lies outside [0, 1], no group of the same judge gives values. A person's `equal` removes the pair.
 Attempts without a reward or without messages, groups without a difference and values, and single rewards outside [0, 1]
 teach nothing and are counted.

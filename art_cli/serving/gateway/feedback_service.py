@@ -77,7 +77,7 @@ class FeedbackLog:
     """`feedback.jsonl`, with what its lines say about later entries. For one event loop."""
 
     def __init__(self, writer: LineWriter) -> None:
-        """Reads the file. Raises DataError for a line that is no entry."""
+        """Reads the file. Raises DataError for a line that is not an entry."""
         self._writer, self._shared = writer, SharedSync(writer)
         self._counts: dict[Target, _Entered] = {}  # the entry that counts
         self._by_key: dict[str, _Entered] = {}  # digest of an Idempotency-Key -> its entry
