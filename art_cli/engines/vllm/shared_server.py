@@ -149,7 +149,7 @@ class SharedServer:
                 member.fail(_message(error))
 
     async def _restart(self, reason: str, *, is_last: bool) -> None:
-        for member in self._members:
+        for member in list(self._members):
             await member.detach()
         message = f"vllm: the server ended ({reason}); {self.process.last_lines()}"
         await self.process.stop()
