@@ -110,6 +110,7 @@ SOLVED = 0.95  # mean reward from which nothing is left to learn, if 1 is the us
 # SmolLM2-135M with an adapter: 0.009 to 0.013 at the learning rate 1e-5, which learned nothing.
 MOVES = 0.02
 FROZEN = 2  # consecutive latest steps without signal in a frozen run
+FROZEN_COMPARED = 3  # the same where a step compares its groups with each other, which can free a policy
 NO_ENTROPY = 0.1  # nats per token of a policy with hardly any alternatives
 SETTLED_STEPS, SETTLED_TIMES, SETTLED = 8, 3, 0.05  # of so many steps so many with settled groups, this mean share
 MAX_POOLS = 3  # number of pools named in a finding
@@ -272,7 +273,8 @@ def find(history: History, *, is_comparable: bool = True) -> list[RunFinding]:
     found = [*_evaluations_fell(history), *lasting, *_parted(history), *_judge_changed(history.updates)]
     found += _cascade_drifted(history.updates)
     if is_comparable:
-        found += [*_training_fell(history), *_stuck(history.updates, lasting), *_frozen(history.updates, lasting)]
+        found += [*_training_fell(history), *_stuck(history.updates, lasting)]
+    found += _frozen(history.updates, lasting, is_comparable=is_comparable)
     return sorted(found, key=lambda finding: finding.step)
 
 
@@ -543,13 +545,18 @@ def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding
         yield RunFinding("stuck", begin, end, text, [], CHECK_REWARD)
 
 
-def _frozen(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
-    """Yields the latest steps if their groups lack signal and entropy is nearly 0, as in a short run."""
-    silent = list(takewhile(lambda update: _silent_share(update) == 1.0, reversed(updates)))[::-1]
+def _frozen(updates: Window, others: Sequence[RunFinding], *, is_comparable: bool) -> Iterator[RunFinding]:
+    """Yields the latest steps if their groups lack signal, and either entropy is nearly 0, or the groups were compared
+    with each other, as in any order of scenarios, and the reward did not rise.
+    """
+    silent = list(takewhile(lambda update: update.get("no_signal_share") == 1.0, reversed(updates)))[::-1]
     entropies = [update.metrics["entropy"] for update in updates if "entropy" in update.metrics]
-    if not FROZEN <= len(silent) < len(updates) or not entropies or not _mean(silent, "reward_mean") < SOLVED:
+    is_compared = any(update.get("num_updates") for update in silent)
+    least = FROZEN_COMPARED if is_compared else FROZEN if is_comparable else math.inf
+    if not least <= len(silent) < len(updates) or not entropies or not _mean(silent, "reward_mean") < SOLVED:
         return
-    if entropies[-1] > max(COLLAPSED * entropies[0], NO_ENTROPY):
+    has_risen = _mean(silent[-1:], "reward_mean") > _mean(silent[:1], "reward_mean")
+    if has_risen if is_compared else entropies[-1] > max(COLLAPSED * entropies[0], NO_ENTROPY):
         return
     begin, end = _ends(silent)
     if any(finding.kind == "entropy_collapse" and finding.until >= begin for finding in others):
@@ -557,8 +564,9 @@ def _frozen(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFindin
     pools = {name: value for name, value in silent[-1].metrics.items() if name.startswith("pool.") and value < SOLVED}
     lowest = ", ".join(f"{name} {pools[name]:.2f}" for name in sorted(pools, key=lambda name: pools[name])[:MAX_POOLS])
     text = (
-        f"the policy has one answer left: no group of steps {_span(silent)} had signal, because all its attempts got "
-        f"the same reward, and the entropy is {entropies[-1]:.2g} nats{_reward(silent)}"
+        f"the policy {'no longer improves' if is_compared else 'has one answer left'}: no group of steps "
+        f"{_span(silent)} had signal, because all its attempts got the same reward, and the entropy is "
+        f"{entropies[-1]:.2g} nats{_reward(silent)}"
     )
     yield RunFinding("frozen", begin, end, text + (f"; stuck: {lowest}" if lowest else ""), [], THAW)
 

@@ -345,8 +345,14 @@ def test_a_short_run_with_one_answer_left_is_frozen_and_told_once_while_it_lasts
         {"entropy": [0.59] * num},  # it still has other answers
         {"reward_mean": [0.3, 0.5, *[0.97] * 6]},  # solved
         {"no_signal_share": [1.0] * num},  # never had signal, which is another finding
+        {"num_updates": [2.0] * num},  # compared with each other, for two steps only
     ):
         assert "frozen" not in kinds(find(History(_updates(**plain | others), []))), others
+    compared = {"no_signal_share": [*[0.5] * 5, 1.0, 1.0, 1.0], "num_updates": [2.0] * num, "entropy": [0.7] * num}
+    [found] = find(History(_updates(**plain | compared), []))
+    assert (found.kind, found.step, found.until) == ("frozen", 6, 8) and "no longer improves" in found.text
+    rising = {"reward_mean": [0.31, 0.23, 0.4, 0.45, 0.44, 0.5, 0.6, 0.7]}
+    assert "frozen" not in kinds(find(History(_updates(**plain | compared | rising), [])))
     watch = findings.RunWatch(History([], []), is_comparable=True)
     longer = {name: [*values, values[-1]] for name, values in plain.items()}
     assert [found.kind for update in _updates(**longer) for found in watch.add(update)] == ["frozen", "no_signal"]

@@ -41,7 +41,7 @@ KINDS = {
     "entropy_collapse": "entropy collapsed",
     "hardly_moves": "the policy hardly moves",
     "stuck": "nothing is learned",
-    "frozen": "one answer is left",
+    "frozen": "frozen",
     "settled": "settled for a part of the reward",
     "failures": "failures",
     "parted": "reward and anchor parted",
