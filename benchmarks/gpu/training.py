@@ -31,7 +31,10 @@ def torch_step(order: Order) -> Iterator[Figures]:
         flex = learner.runner.flex = FlexAttention(256, flex_attention)
     with _warnings() as said:
         yield from _measure(order, weights, learner)
-    yield {"attention": "flex" if flex.works else "dense mask", **({"flex_reason": said[0]} if said else {})}
+    yield {
+        "attention": "flex" if any(flex.works.values()) else "dense mask",
+        **({"flex_reason": said[0]} if said else {}),
+    }
 
 
 def dense_step(order: Order) -> Iterator[Figures]:

@@ -5,13 +5,15 @@ only in partly visible blocks. It is compiled once per shape and serves every tr
 only in tensor values. Packs are padded to the budget's length, longer packs to a few larger lengths. A padding token
 sees only itself and is seen by no other token.
 
-The initial pack tests whether compiler and kernel work on this machine, forward and backward. If they fail, the dense
-mask is used from then on, after one warning. A wrong mask is caught elsewhere: packing_check.py compares the logprobs
-and the gradient for a run's initial packs with plain rows.
+The initial pack tests whether compiler and kernel work on this machine, forward and backward, for each width of heads
+that the model has. Where they fail, the dense mask is used from then on, after one warning. A wrong mask is caught
+elsewhere: packing_check.py compares the logprobs and the gradient for a run's initial packs with plain rows.
 """
 
+import functools
 import logging
 from collections.abc import Callable
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -35,12 +37,12 @@ Kernel = Callable[..., Tensor]  # same signature as `flex_attention`
 
 
 class FlexAttention:
-    """A learner's attention over padded packs. Call `probe` before anything else, and `attend` only if it `works`."""
+    """A learner's attention over padded packs. Call `probe` for each head width, and `attend` only if it `works`."""
 
     def __init__(self, budget: int, kernel: Kernel | None = None) -> None:
         """`budget` is the usual pack length in tokens. The default `kernel` is torch's, compiled."""
         self.budget, self.kernel = budget, kernel
-        self.works: bool | None = None  # None before the probe
+        self.works: dict[int, bool] = {}  # by head width, once probed; the layers of some models have two widths
         self._lengths: set[int] = set()  # mask lengths used so far
 
     def mask(self, reaches: Tensor, depths: Tensor, window: int | None = None) -> BlockMask:
@@ -77,22 +79,22 @@ class FlexAttention:
 
     def probe(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> None:
         """Sets `works` after a forward and a backward pass on copies of the inputs. Only raises for out of memory."""
+        head_width = query.shape[-1]
         try:
-            for width in {query.shape[-1], value.shape[-1]}:
+            for width in {head_width, value.shape[-1]}:
                 if width < 16 or width & (width - 1):
                     raise NotImplementedError(f"heads are {width} wide, not a power of two of at least 16")
-            self.kernel = self.kernel or torch.compile(flex_attention, dynamic=False, fullgraph=True)
             query, key, value = (states.detach().requires_grad_() for states in (query, key, value))
             with torch.enable_grad():
                 out = self.attend(query, key, value, mask, scale)
             torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
             if out.is_cuda:
                 torch.cuda.synchronize(out.device)  # kernel failures surface only after the kernel has run
-            self.works = True
+            self.works[head_width] = True
         except Exception as error:  # boundary to the compiler, its toolchain and the kernel
             if is_out_of_memory(error):
                 raise  # a dense mask would need even more memory
-            self.works = False
+            self.works[head_width] = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON]
             log.warning("no FlexAttention (%s); attending by a dense mask, slower", reason)
 
@@ -100,16 +102,29 @@ class FlexAttention:
         """Returns [1, heads, T, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D];
         T excludes padding.
         """
-        assert self.kernel is not None, "probe() comes first"
         inputs = (query, key, value)
+        kernel = self.kernel or _compiled(*((states.shape[1], states.shape[3], states.dtype) for states in inputs))
         needs_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in inputs)
         # all inputs always require a gradient, because every combination of requires_grad would trigger a new
         # compilation
         with torch.enable_grad():
             padded = [_pad(states, mask.shape[-1]) for states in inputs]
-            out = self.kernel(*padded, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+            out = kernel(*padded, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
         out = out[:, :, : query.shape[2]]
         return out if needs_gradient else out.detach()
+
+
+@functools.cache
+def _compiled(*heads: tuple[int, int, torch.dtype]) -> Kernel:
+    """Returns torch's kernel for heads of these numbers, widths and dtypes.
+
+    torch compiles at most eight shapes of a code object. Each kernel has its own, so that the lengths of a teacher, or
+    of layers with other heads, do not count with the policy's.
+    """
+    function = flex_attention
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(own, dynamic=False, fullgraph=True)
 
 
 def padded_length(num_tokens: int, budget: int) -> int:

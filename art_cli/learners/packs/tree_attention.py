@@ -407,9 +407,9 @@ def attend(
 def _attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float) -> Tensor:
     """Returns [1, heads, T, D], using the method that wastes the fewest masked pairs on this device."""
     flex = tree.flex
-    if flex is not None and flex.works is None:
+    if flex is not None and query.shape[-1] not in flex.works:
         flex.probe(query, key, value, tree.block_mask(flex, window), scale)
-    if flex is not None and flex.works:
+    if flex is not None and flex.works[query.shape[-1]]:
         return flex.attend(query, key, value, tree.block_mask(flex, window), scale)
     if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
         dtype = query.dtype
