@@ -45,7 +45,6 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
     """Returns the sum over terms of
 
         share * importance * objective      in policy
-        share * importance * weight * k3    in policy, for terms held near their old probability
         share * -bonus * entropy            in policy
         share * weight * -log p             in cross_entropy
         share * weight * k3                 in reference_kl
