@@ -115,9 +115,8 @@ def weigh(
         share = _share(sample, Row.POLICY, counts, algorithm, mean_over)
         imitated = _share(sample, Row.CROSS_ENTROPY, counts, algorithm, mean_over)
         advantages, imitation = sample.weights[Row.POLICY], sample.weights[Row.CROSS_ENTROPY]
-        found.append(
-            WeightedSample(sample, _product(advantages, share), _product(imitation, imitated), sample.logprobs, share)
-        )
+        old = np.full(len(advantages), np.nan) if algorithm.has_sample_ratio else sample.logprobs
+        found.append(WeightedSample(sample, _product(advantages, share), _product(imitation, imitated), old, share))
     return found
 
 

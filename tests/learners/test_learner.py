@@ -121,6 +121,19 @@ def test_with_the_optimizer_offloaded_the_steps_are_the_same(tmp_path: Path) -> 
         assert torch.equal(parameter, after.parameters[name]), name
 
 
+@pytest.mark.parametrize("loss", [GspoConfig(name="gspo"), RlooConfig(name="rloo")], ids=lambda loss: loss.name)
+def test_an_engines_rounding_clips_no_sample(loss: LossConfig) -> None:
+    """0.1 nats on each of three tokens, away from the clip's middle: as ratios e^0.1 (gspo) and e^0.3 (rloo)."""
+    weights = tiny_weights()
+    group = two_answers(weights)
+    for each, error in zip(group, (-0.1, 0.1), strict=True):
+        [sampled_turn] = each.turns
+        logprobs = [min(logprob + error, 0.0) for logprob in sampled_turn.logprobs]
+        each.turns = [msgspec.structs.replace(sampled_turn, logprobs=logprobs)]
+    metrics = learner(weights, loss, epochs_per_step=2, learning_rate=1e-6).step([group])
+    assert (metrics.num_updates, metrics.clip_fraction) == (2, 0.0)
+
+
 def parameters_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
 

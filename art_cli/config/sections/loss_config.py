@@ -105,7 +105,7 @@ class BaseLossConfig(Section):
     off_policy: Annotated[OffPolicyConfig, Field(discriminator="name")] | None = None
     """Importance weights for tokens from an older policy, or from an engine with other rounding. ρ is the token's
     probability under the learner at the step's start, divided by the engine's. null: no weights, and PPO's ratio is to
-    the engine's probability."""
+    the engine's probability (of a whole sample: to the learner's at the step's start)."""
     echo: NonNegative = 0.0
     """The weight of the cross entropy of the environment's answers (tool outputs, later user messages), averaged over
     these tokens as the loss averages sampled tokens (ECHO, Shrivastava et al. 2026, arXiv:2605.24517). Groups without

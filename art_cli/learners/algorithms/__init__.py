@@ -36,6 +36,9 @@ class Algorithm:
     is_scaled = True  # whether advantages are divided by the standard deviation of the group's rewards
     compares_groups = False  # whether advantages also depend on other groups' rewards
     compares_states = False  # whether credit depends on which replies in a group answered equal states (step_credit.py)
+    # whether one ratio covers a whole sample; it is then to the learner's probability before the step, because the
+    # rounding of an engine adds up over a sample
+    has_sample_ratio = False
     reads_policy = False  # whether credit needs the policy passed to `bind`
     is_pure = True  # whether objective and value_error have no side effects, so packs may be computed in parallel
 

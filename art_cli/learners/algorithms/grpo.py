@@ -92,6 +92,8 @@ class Gspo(ScaledPreset[loss_config.GspoConfig]):
     The ratio covers a whole sequence, so clipping keeps or drops sequences as a whole. A sequence is a sample.
     """
 
+    has_sample_ratio = True
+
     def objective(self, terms: PolicyTerms) -> Objective:
         return clip_samples(terms, self.knobs.clip, self.knobs.clip_high)
 
@@ -118,6 +120,8 @@ class Rloo(ClippedPreset[loss_config.RlooConfig]):
     1. The mean covers all sampled trajectories, including groups without signal: `loss.mean_over=all`. `loss.kl` and
     the other per-token components use a mean over a sample's tokens; the paper's KL, part of the reward, is a sum.
     """
+
+    has_sample_ratio = True
 
     def credit(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
         return leave_one_out(rewards_of(group))

@@ -62,6 +62,7 @@ class UserAlgorithm(Algorithm):
             raise UsageError(f"{entry}: {self._described(error)}") from error
         self.is_scaled, self.compares_states = bool(self._own.is_scaled), bool(self._own.compares_states)
         self.compares_groups = bool(self._own.compares_groups)
+        self.has_sample_ratio = bool(self._own.has_sample_ratio)
         self._numbers: dict[str, float] = {}
 
     def numbers(self) -> dict[str, float]:

@@ -61,6 +61,7 @@ class LossGradient:
     ) -> None:
         self.runner, self.algorithm = runner, algorithm
         self.correction, self.mean_over = correction, mean_over
+        self._is_to_engine = correction is None and not algorithm.has_sample_ratio  # the ratios' old probability
 
     def plan(
         self, samples: Sequence[Sample], finished: FinishedCounts | None = None, *, entropy_bonus: float = 0.0
@@ -82,7 +83,7 @@ class LossGradient:
 
         `always` computes them in any case.
         """
-        if self.correction is None and not update.has_unknown and not always:
+        if self._is_to_engine and not update.has_unknown and not always:
             return update
         before: list[Tensor | None] = []
         with torch.no_grad():
@@ -167,8 +168,8 @@ class LossGradient:
         terms = LossTerms(
             new=new,
             # Normally the engine's logprobs. The learner's logprobs replace them where the engine's are not comparable,
-            # and everywhere if `correction` weights the difference.
-            old=torch.where(engine.isnan(), before, engine) if self.correction is None else before,
+            # and everywhere if `correction` weights the difference, or if a ratio covers a whole sample.
+            old=torch.where(engine.isnan(), before, engine) if self._is_to_engine else before,
             samples=samples,
             weights=weights,
             shares=self._tensor(self._shares(pack.samples, update.counts)[:, pack.terms.samples]).float(),

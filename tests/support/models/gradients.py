@@ -108,7 +108,7 @@ def reference_gradient(
     for advantage, ids, places in sequences:
         new = chosen_logprobs(weights, ids, places)
         engine = torch.tensor([t.logprobs[offset] for _, t, offset in places])
-        old = new.detach() if loss.off_policy else engine
+        old = new.detach() if loss.off_policy or isinstance(loss, GspoConfig) else engine
         ratio = (new - old).exp()
         if isinstance(loss, GspoConfig):
             ratio = (new - old).mean().exp().expand(len(new))
