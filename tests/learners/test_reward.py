@@ -1,5 +1,6 @@
 """`art reward`: what it reads, the agreement it reaches on planted preferences, and the judge that loads its result."""
 
+import copy
 import json
 import math
 import random
@@ -109,6 +110,15 @@ def test_the_gradient_is_the_same_in_one_pack_and_in_many(tmp_path: Path) -> Non
         gradients.append(torch.cat([p.grad.flatten() for p in [trainer.head.weight, *trained] if p.grad is not None]))
     assert gradients[0].norm() > 1e-3
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_the_written_model_pads_as_its_tokenizer_does() -> None:
+    """Also with token 0. transformers' head reads the last token that is no padding."""
+    weights = tiny_weights()
+    weights.tokenizer = copy.deepcopy(weights.tokenizer)
+    weights.tokenizer.pad_token = weights.tokenizer.convert_ids_to_tokens(0)
+    trainer = RewardTrainer(weights, MODEL, TorchLearnerConfig(), RewardConfig())
+    assert trainer._classifier.config.pad_token_id == weights.tokenizer.pad_token_id == 0
 
 
 def test_the_loss_by_hand() -> None:

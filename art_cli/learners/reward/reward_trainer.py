@@ -178,8 +178,8 @@ def _empty_classifier(weights: Weights) -> Any:
     import transformers
 
     model = weights.inner_model
-    config = copy.deepcopy(model.config)
-    config.num_labels, config.pad_token_id = 1, weights.tokenizer.pad_token_id or weights.tokenizer.eos_token_id
+    config, pad, end = copy.deepcopy(model.config), weights.tokenizer.pad_token_id, weights.tokenizer.eos_token_id
+    config.num_labels, config.pad_token_id = 1, end if pad is None else pad
     with loading(weights.base, f"the base model {weights.base}"), torch.device("meta"):
         kind: Any = transformers.AutoModelForSequenceClassification
         made = kind.from_config(config, dtype=weights.dtype)
