@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from art_cli.config.schema import LoraConfig
+from art_cli.models.adapter_config import check_patterns, read_lora
 from art_cli.models.saved_weights import fitting, load_checkpoint
 from art_cli.models.tokenizer import load_tokenizer
 from art_cli.models.weights import Weights, copy_sharing
@@ -73,8 +74,9 @@ def _wrap(model: Any, adapter: Path) -> Any:
     import peft
     import torch
 
+    config = read_lora(adapter)
     with fitting(adapter / "adapter_config.json"), torch.random.fork_rng(devices=[]), _deprecations_hidden():
-        config: Any = peft.PeftConfig.from_pretrained(str(adapter))
+        check_patterns(config, (name for name, _ in model.named_modules()))
         config.base_model_name_or_path = None  # the base's path during training, which may no longer exist
         config.inference_mode = True
         # Tensors are set later. These settings would otherwise compute tensors, change the base or import code.

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from art_cli.config.schema import ModelConfig
+from art_cli.models.adapter_config import read_lora
 from art_cli.models.base_files import read_template
 from art_cli.models.base_source import loading
 from art_cli.models.device import pick_device
 from art_cli.models.loading import resolve_dtype
 from art_cli.models.model_shape import length_of
 from art_cli.models.run_memory import empty_model, linear_modules, num_experts
-from art_cli.models.saved_weights import fitting
 from art_cli.models.tokenizer import load_tokenizer
 from art_cli.models.weights import Weights
 from art_cli.runs.manifest import Origin
@@ -96,7 +96,7 @@ def read_spec(
     if config.chat_template is not None:
         template = read_template(config.chat_template)
     configured = config.lora.rank if config.lora is not None else None
-    trained = None if adapter is None else _read_lora(adapter)
+    trained = None if adapter is None else read_lora(adapter)
     return PolicySpec(
         base=base,
         dtype=dtype,
@@ -112,14 +112,7 @@ def read_spec(
 
 def rank_of(adapter: Path) -> int:
     """Returns the largest rank in an adapter's files."""
-    return _largest_rank(_read_lora(adapter))
-
-
-def _read_lora(adapter: Path) -> Any:
-    import peft
-
-    with fitting(adapter):
-        return peft.PeftConfig.from_pretrained(str(adapter))
+    return _largest_rank(read_lora(adapter))
 
 
 def _largest_rank(lora: Any) -> int:

@@ -32,19 +32,23 @@ def load_checkpoint(
     """
     from safetensors.torch import load_file
 
-    path = checkpoint / (ADAPTER_FILE if weights.has_adapter else MODEL_FILE)
-    if not path.is_file():
-        refuse_pickles(checkpoint)
-        if (checkpoint / "remote.json").is_file():
-            raise CheckpointError(
-                f"{checkpoint}: its weights are on a server: continue with engine=tinker learner=tinker"
-            )
-        raise CheckpointError(f"{checkpoint}: no {path.name}; is model.lora what it was when this was trained?")
+    path = weights_file(checkpoint, has_adapter=weights.has_adapter)
     with fitting(path):
         tensors = load_file(path)
         with weights.lock:
             _set_tensors(weights, tensors if part is None else _parts(weights, tensors, part))
             weights.version += 1
+
+
+def weights_file(checkpoint: Path, *, has_adapter: bool) -> Path:
+    """Returns the path of a checkpoint's weights. Raises CheckpointError if they are missing."""
+    path = checkpoint / (ADAPTER_FILE if has_adapter else MODEL_FILE)
+    if path.is_file():
+        return path
+    refuse_pickles(checkpoint)
+    if (checkpoint / "remote.json").is_file():
+        raise CheckpointError(f"{checkpoint}: its weights are on a server: continue with engine=tinker learner=tinker")
+    raise CheckpointError(f"{checkpoint}: no {path.name}; is model.lora what it was when this was trained?")
 
 
 def save_weights(weights: Weights, directory: Path, *, tensors: dict[str, torch.Tensor] | None = None) -> None:

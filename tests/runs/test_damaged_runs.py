@@ -21,6 +21,7 @@ from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.formats.traces.saved import saved_attempts
 from art_cli.loop.record import claim_config
 from art_cli.loop.train import train
+from art_cli.models import adapter_config
 from art_cli.models.adapters import on_base
 from art_cli.models.base_files import check_base
 from art_cli.models.loading import load_weights
@@ -644,6 +645,42 @@ def test_an_adapter_cannot_name_a_module_to_import(good: Path, tmp_path: Path, m
     bare = loaded_config(good).config.model.model_copy(update={"lora": None})
     on_base(load_weights(bare, str(good / "base"), device="cpu"), adapter)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("hostile", "reason"),
+    [
+        ({"r": 10**9}, "rank 1000000000; the largest in adapter_model.safetensors is 4"),
+        ({"rank_pattern": {"q_proj": 10**9}}, "rank 1000000000"),
+        ({"rank_pattern": {"q_proj": "4"}}, "rank '4'"),
+        ({"target_modules": "([a-z_.0-9]+)+!"}, "its patterns of module names take more than 1 s"),
+        ({"alpha_pattern": {"([a-z_.0-9]+)+!": 4}}, "its patterns"),
+        ({"modules_to_save": ["([a-z_.0-9]+)+!"]}, "its patterns"),
+        ({"layer_replication": [[0, 2]] * 10**6}, "layer_replication is not supported"),
+        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 10**9}, "'PROMPT_TUNING'; only LORA is supported"),
+    ],
+)
+def test_an_adapter_cannot_take_memory_or_time_that_its_tensors_do_not_need(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: dict[str, object], reason: str
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(good / CHECKPOINT, adapter)  # a manifest that a stranger wrote changes nothing
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | hostile))
+    monkeypatch.setattr(adapter_config, "PATTERNS_S", 1.0)
+    bare = loaded_config(good).config.model.model_copy(update={"lora": None})
+    with pytest.raises(CheckpointError, match=reason):
+        on_base(load_weights(bare, str(good / "base"), device="cpu"), adapter)
+
+
+def test_an_adapter_may_name_its_modules_by_a_pattern(good: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(good / CHECKPOINT, adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    pattern = {"target_modules": r"(?:.*?(?:layers).*?(?:self_attn|mlp).*?(?:_proj).*?)", "rank_pattern": None}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | pattern))
+    bare = loaded_config(good).config.model.model_copy(update={"lora": None})
+    assert on_base(load_weights(bare, str(good / "base"), device="cpu"), adapter).has_adapter
 
 
 @pytest.mark.parametrize("parent", [0, 1, -1, 99])
