@@ -338,9 +338,13 @@ def has_signal(rewards: Sequence[float]) -> bool:
 
 def sequence(turns: Sequence[Turn], index: int) -> list[int]:
     """Returns all token ids of turn `index`: the full prompt followed by the sampled tokens."""
-    turn = turns[index]
-    kept = sequence(turns, turn.parent)[: turn.kept] if turn.parent is not None else []
-    return [*kept, *turn.prompt_ids, *turn.sampled_ids]
+    path = [turns[index]]  # from the turn to its root
+    while (parent := path[-1].parent) is not None:
+        path.append(turns[parent])
+    ids: list[int] = []
+    for turn in reversed(path):
+        ids[turn.kept :] = [*turn.prompt_ids, *turn.sampled_ids]
+    return ids
 
 
 def prompt(turns: Sequence[Turn], index: int) -> list[int]:

@@ -13,12 +13,13 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from art_cli.runs.durable import LineWriter, new_directory, new_file, read_lines, write_file
 from art_cli.runs.json_lines import is_torn
 from art_cli.runs.manifest import Manifest, new_checkpoint, verify_checkpoint
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, Turn, score_trajectory
+from art_cli.runs.trajectory import Score, ScoredTrajectory, Trajectory, Turn, prompt, score_trajectory, sequence
 from art_cli.runtime.errors import CheckpointError, DataError, RunError
 
 
@@ -34,6 +35,13 @@ def make_trajectory(index: int = 0, **fields: object) -> Trajectory:
         temperature=1.0,
     )
     return Trajectory(id=f"g-a{index}", group_id="g", group_size=4, index=index, turns=[turn], **fields)  # type: ignore[arg-type]
+
+
+def test_thousands_of_turns_that_continue_each_other_are_one_sequence() -> None:
+    first = make_trajectory().turns[0]
+    turns = [first, *(replace(first, parent=n, kept=n + 2, prompt_ids=[9]) for n in range(5_000))]
+    assert sequence(turns, 5_000) == [1, 2, *[9] * 5_000, 3]
+    assert prompt(turns, 5_000) == [1, 2, *[9] * 5_000]
 
 
 def make_checkpoint(path: Path, step: int) -> None:
