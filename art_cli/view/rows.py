@@ -3,13 +3,13 @@
 A line is an art trajectory (scored or not), an ART group, or a conversation, as in judges/files/judged_files.py.
 """
 
-import math
 import sys
 from typing import Any, Literal
 
 import msgspec
 
 from art_cli.runs.json_lines import decode
+from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.errors import printable
 
@@ -174,13 +174,9 @@ def name(value: Any, number: int) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """Returns finite numbers only."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    """Returns numbers that a run may have; larger ones would overflow in a mean."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= MAX_NUMBER else None
 
 
 def _counts(metrics: Json) -> tuple[int, int] | None:

@@ -139,6 +139,14 @@ def test_lines_of_other_programs(tmp_path: Path) -> None:
     assert problem.startswith("a.jsonl:5: JSON is malformed")
 
 
+def test_a_reward_that_would_overflow_a_mean_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"group_id": "g", "messages": [], "reward": 1e308}\n' * 2)
+    index = Index(path)
+    assert read(index)[0, "train"] == {"g": [("line-1", None), ("line-2", None)]}
+    assert index.steps()[0].numbers().mean_reward is None
+
+
 def test_equal_ids_stay_apart(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(*({"id": "same", "group_id": g, "messages": []} for g in ("a", "b", "a"))))
