@@ -111,6 +111,13 @@ def test_hostile_texts_and_sizes_arrive_bounded() -> None:
     assert got[3]["gen_ai.tool.call.result"].count("z") == 16_000 and got[3]["name"].startswith("execute_tool x")
 
 
+@pytest.mark.parametrize("seconds", [1e300, -1e308])
+def test_times_beyond_the_format_are_bounded(seconds: float) -> None:
+    spans = list(spans_of(attempt(started_at=seconds, duration_s=1e308), SOURCE))
+    with receiving() as receiver:
+        assert OtlpSender(traces_url(receiver.url)).send(spans) == len(spans)
+
+
 def test_many_spans_go_in_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otlp, "MAX_BATCH_BYTES", 20_000)
     with receiving() as receiver:

@@ -32,6 +32,7 @@ TIMEOUT_S = 30.0  # maximum time per batch, including retries
 MAX_BATCH_BYTES = 2 << 20  # bytes per uncompressed request; Langfuse accepts 4.5 MB, collectors 20 MB
 RETRIED = (429, 502, 503, 504)  # retryable status codes in OTLP
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
+MAX_SECONDS = 9e9  # since the epoch; year 2255, within the format's 64 bits of nanoseconds
 MAX_ANSWER = 1 << 20  # bytes per response; normal responses are tiny
 
 
@@ -182,7 +183,7 @@ def _set(field: Any, value: Value) -> None:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return max(0, min(round(seconds * 1e9), 2**63 - 1))
+    return round(min(max(0.0, seconds), MAX_SECONDS) * 1e9)
 
 
 def clean(text: str) -> str:

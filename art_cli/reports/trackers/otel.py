@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from art_cli.config.sections.tracker_config import LangfuseTrackerConfig, OtelTrackerConfig
-from art_cli.formats.traces.otlp import OtlpSender, Poster, clean, headers_from, traces_url, url_from
+from art_cli.formats.traces.otlp import MAX_SECONDS, OtlpSender, Poster, clean, headers_from, traces_url, url_from
 from art_cli.formats.traces.saved import source_of
 from art_cli.formats.traces.spans import Span, TracedRun, reward_of, shortened, spans_of, trace_id_of
 from art_cli.reports.trackers import AttemptsTracker, Groups, TrackedRun
@@ -182,7 +182,7 @@ def scores_of(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[di
     Sending an attempt again replaces its scores.
     """
     trace = trace_id_of(attempt, source, split).hex()
-    time = datetime.fromtimestamp(max(0.0, attempt.started_at), UTC).isoformat()
+    time = datetime.fromtimestamp(min(max(0.0, attempt.started_at), MAX_SECONDS), UTC).isoformat()
 
     def score(name: str, value: float, comment: str | None = None) -> dict[str, Any]:
         key = hashlib.sha256(f"{trace}\n{name}".encode(errors="replace")).hexdigest()[:32]
