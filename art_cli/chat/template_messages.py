@@ -21,15 +21,14 @@ def keeps_text(template: str) -> bool:
 
 
 def for_template(message: Json, *, keeps_text: bool = False) -> Json:
-    """Returns the message with string content, arguments as objects, and without nulls.
+    """Returns the message with string content, arguments as objects, and without nulls or an empty list of calls.
 
     With `keeps_text`, JSON text arguments stay text. Raises ChatError 400 for invalid or deep JSON arguments.
     """
     role = "system" if message["role"] == "developer" else message["role"]
     content = prompt_text(message.get("content")) or message.get("refusal") or ""
-    message = {**message, "role": role, "content": content, "refusal": None}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call_for_template(call, keeps_text) for call in message["tool_calls"]]
+    calls = [_call_for_template(call, keeps_text) for call in message.get("tool_calls") or ()]
+    message = {**message, "role": role, "content": content, "refusal": None, "tool_calls": calls or None}
     return {key: value for key, value in message.items() if value is not None}
 
 

@@ -90,6 +90,7 @@ def test_calls_and_the_text_before_them() -> None:
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
         '<tool_call>["name"]</tool_call>',
         '<tool_call>{"name": "f", "argu',
         "a < b <tool",
@@ -200,6 +201,14 @@ def test_content_may_be_parts_or_null_and_developer_is_system() -> None:
     messages = [{"role": "developer", "content": "rules"}, {"role": "user", "content": parts}]
     plain = [{"role": "system", "content": "rules"}, {"role": "user", "content": "one\ntwo"}]
     assert render(VOCABULARY, request(messages)).ids == render(VOCABULARY, request(plain)).ids
+
+
+def test_an_empty_list_of_calls_is_no_call() -> None:
+    """Templates ask whether there is a list: Llama's would refuse an empty one, DeepSeek's would drop the text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content if 'tool_calls' not in m else 'calls' }}{% endfor %}"
+    prompt = render(Vocabulary(tokenizer), request([{"role": "assistant", "content": "four", "tool_calls": []}]))
+    assert VOCABULARY.decode(prompt.ids) == "four"
 
 
 def test_tools_are_shown_unless_the_choice_is_none() -> None:

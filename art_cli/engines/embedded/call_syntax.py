@@ -114,6 +114,8 @@ def _json_call(text: str) -> Json | None:
     arguments = fields.get("arguments", fields.get("parameters", "{}"))
     if not isinstance(name, str) or not arguments.startswith("{"):
         return None
+    if not name.isprintable():  # half a surrogate pair, as "\ud800", could be neither sent nor recorded
+        return None
     return call_of(name, arguments)
 
 
