@@ -9,7 +9,6 @@ calls (`required`).
 """
 
 import contextlib
-import json
 import logging
 from dataclasses import replace
 
@@ -22,7 +21,15 @@ from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Json, Request
 from art_cli.chat.template_messages import for_template
 from art_cli.engines.embedded import chat_prompts
-from art_cli.engines.embedded.call_syntax import HERMES, MISTRAL, call_of, find_syntax, mistral_id, schemas_of
+from art_cli.engines.embedded.call_syntax import (
+    HERMES,
+    MISTRAL,
+    call_of,
+    find_syntax,
+    mistral_id,
+    read_json_calls,
+    schemas_of,
+)
 from art_cli.engines.embedded.chat_prompts import CALL, THINK_END, Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
 from art_cli.engines.embedded.reply_text import Vocabulary
@@ -187,10 +194,7 @@ def _calls(text: str, choice: str | Json) -> list[Json]:
     """Returns the forced calls in a reply. If truncated, a named call has partial arguments, and a list is empty."""
     if isinstance(choice, dict):
         return [call_of(choice["function"]["name"], text)]
-    try:
-        return [call_of(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in json.loads(text)]
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return []
+    return read_json_calls(text, {}) or []
 
 
 def _held_to(request: Request) -> Json | None:
