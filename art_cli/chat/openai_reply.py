@@ -186,7 +186,7 @@ def _kind(value: Any) -> str:
 
 
 def _message(given: Json) -> Json:
-    """Returns a message or a delta whose texts are text and whose calls are a list."""
+    """Returns the assistant's message or delta, whose texts are text and whose calls are a list."""
     message = {name: value for name, value in given.items() if name == "content" or value not in (None, [], "", {})}
     if message.get("content") is not None:
         thoughts, message["content"] = _texts(message["content"], "content")
@@ -195,8 +195,7 @@ def _message(given: Json) -> Json:
     for name in ("reasoning_content", "reasoning", "refusal"):
         if name in message:
             message[name] = "".join(_texts(message[name], name))
-    if not isinstance(message.get("role", ""), str):
-        del message["role"]
+    message["role"] = "assistant"
     if "function_call" in message:  # OpenAI's form before tools
         message["tool_calls"] = [{"function": message.pop("function_call")}]
     if "tool_calls" in message:

@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anthropic
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from openai.types import chat, responses
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
@@ -37,6 +40,13 @@ ASKED: dict[str, Json] = {  # the same question in each protocol of a client
         "input": "x",
         "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
     },
+}
+
+
+SDK_TYPES: dict[str, tuple[Any, Any]] = {  # of a whole reply, and of an event
+    "/v1/chat/completions": (chat.ChatCompletion, chat.ChatCompletionChunk),
+    "/v1/messages": (anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+    "/v1/responses": (responses.Response, responses.ResponseStreamEvent),
 }
 
 
@@ -531,6 +541,22 @@ async def test_the_stop_string_passes_from_our_own_wires_to_our_own_reader(path:
             builder.add(chunk)
         reply = builder.reply()
     assert reply.choices[0].stop_string == "END"
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_an_answer_has_every_field_of_the_sdks_types(path: str) -> None:
+    """The SDKs read a reply without checking it; agents of other makers check."""
+    calls = [{"id": "c", "function": {"name": "get_time", "arguments": "{}"}}]
+    message = {"reasoning_content": "so", "content": "Hi", "tool_calls": calls}
+    usage = {"prompt_tokens": 9, "completion_tokens": 5}
+    answer = {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": usage}
+    piece = {"choices": [{"delta": message, "finish_reason": "tool_calls"}], "usage": usage}
+    wire, (whole, event) = WIRES.at(path), SDK_TYPES[path]
+    request = wire.parse(json.dumps(ASKED[path]).encode(), Sampling())
+    reply = await _canned(HttpBackend, json.dumps(answer).encode()).reply(request)
+    TypeAdapter(whole).validate_json(wire.render(request, reply))
+    for told in await _events(path, _sse([piece])):
+        TypeAdapter(event).validate_python(told)
 
 
 async def test_a_refusal_is_text_in_every_protocol() -> None:

@@ -175,7 +175,7 @@ def _status(finish_reason: str) -> str:
 def _usage(num_prompt: int, num_sampled: int) -> Json:
     return {
         "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": num_sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": num_prompt + num_sampled,
