@@ -159,6 +159,7 @@ def test_beta_headers_and_unknown_fields_of_blocks_change_nothing() -> None:
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         mcp_servers=[],
         container=None,
+        frobnicate=None,
     )
     assert parse(full) == parse(plain)
 

@@ -131,13 +131,14 @@ def test_parameters_that_change_nothing_are_accepted() -> None:
         "logit_bias": {},
         "stop": None,
         "tools": None,
+        "functions": None,
     }
     assert msgspec.structs.replace(parse(**harmless), user_set=frozenset()) == parse()
 
 
 def test_all_refused_parameters_are_named_in_one_message_in_one_sequence() -> None:
     """Two unknown parameters and two unsupported parameters, in any order."""
-    bad = {"zeta": 1, "min_p": 0.5, "alpha": None, "best_of": 2}
+    bad = {"zeta": 1, "min_p": 0.5, "alpha": {}, "best_of": 2}
     for names in (list(bad), list(reversed(bad))):
         with pytest.raises(ChatError) as caught:
             parse(**{name: bad[name] for name in names})

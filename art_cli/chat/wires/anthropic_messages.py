@@ -388,7 +388,8 @@ class AnthropicCountTokens(Anthropic):
 def _parse(body: bytes) -> MessagesBody:
     fields = decode_object(body)
     parsed = convert(fields, MessagesBody)
-    for name in fields.keys() - set(MessagesBody.__struct_fields__) - HARMLESS:
+    given = {name for name, value in fields.items() if value is not None}
+    for name in given - set(MessagesBody.__struct_fields__) - HARMLESS:
         if name not in PROVIDERS:
             raise invalid(f"unknown parameter: {name[:_SHOWN]!r}", name[:_SHOWN], "unknown_parameter")
         if fields[name]:

@@ -105,10 +105,11 @@ def check_names(
 
     `where` is the path of the object that has the fields, with a dot.
     """
-    others = sorted(fields.keys() - set(kind.__struct_fields__) - harmless)
+    given = {name for name, value in fields.items() if value is not None}  # clients send null for what they leave out
+    others = sorted(given - set(kind.__struct_fields__) - harmless)
     unknown = [f"{where}{name[:80]}" for name in others if name not in neutral]
-    given = [name for name in others if name in neutral and fields[name] is not None]
-    unsupported = [name for name in given if isinstance(fields[name], bool) or fields[name] not in neutral[name]]
+    known = [name for name in others if name in neutral]
+    unsupported = [name for name in known if isinstance(fields[name], bool) or fields[name] not in neutral[name]]
     problems = []
     if unknown:
         problems.append(f"unknown parameter{'s' if len(unknown) > 1 else ''}: {', '.join(map(repr, unknown))}")
