@@ -274,12 +274,23 @@ class _Routes:
         message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
         if http.scope["path"] == "/v1/embeddings":
             message += "; the models here write text and give no embeddings"
+        elif error.status_code == 404 and (near := _near(http.scope["path"])):
+            message += (
+                f"; the address is {near}: an OpenAI client's base URL ends in /v1, an Anthropic client's does not"
+            )
         response = await self.refuse(http, ChatError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response
 
     async def fail(self, http: HttpRequest, error: Exception) -> Response:
         return await self.refuse(http, ChatError(500, "internal error; the server's log has the details"))
+
+
+def _near(path: str) -> str | None:
+    """Returns the known path that a client with another base URL means by /chat/completions or /v1/v1/messages/."""
+    plain = re.sub("/+", "/", path).rstrip("/")
+    known = (*(wire.path for wire in WIRES), "/v1/models")
+    return next((each for each in known if plain.endswith(each.removeprefix("/v1"))), None)
 
 
 def _parse(wire: Wire, body: bytes) -> Request:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
@@ -33,6 +34,8 @@ START_TIMEOUT_S = 30.0
 GRACE_S = 5  # longest wait for requests in flight when the server stops
 KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections (httpx: 5 s), so the clients close them
 BACKLOG = 2048
+# Begins the header with which Java's HTTP client offers HTTP/2. Of such a request, httptools would drop the body.
+_UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 CANCEL_TIMEOUT_S = 60.0  # longest wait for cancelled work; a vLLM server stopped during startup takes 20 s
 
 
@@ -104,6 +107,9 @@ class Connection(asyncio.Protocol):
     # --- a request arrives --------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        if self._is_in_headers and _UPGRADE.search(data):
+            head, end, body = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nIgnored", head) + end + body
         self._num_header_bytes += len(data) if self._is_in_headers else 0
         if self._parser is not None:
             try:

@@ -38,7 +38,9 @@ class BodyLimit(NamedTuple):
 
 
 async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> bytes:
-    """Returns the complete body. Raises ChatError 413 for a large body, also by its header, and 408 for a slow one."""
+    """Returns the complete body. Raises ChatError 413 for a large body, also by its header, 408 for a slow one, and 415
+    for a compressed one.
+    """
     declared = http.headers.get("content-length", "")
     is_over = declared.isdecimal() and int(declared[:20]) > limit.num_bytes
     if is_over and not _must_discard(http):
@@ -57,6 +59,9 @@ async def read_body(http: HttpRequest, limit: BodyLimit, timeout_s: float) -> by
         raise ChatError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
     if is_over:
         raise _too_large(limit)
+    if (coding := http.headers.get("content-encoding", "identity")) != "identity":
+        message = f"Content-Encoding: {coding[:80]!r} cannot be read here; send the body as it is"
+        raise ChatError(415, message, code="unsupported_media_type")
     return b"".join(pieces)
 
 

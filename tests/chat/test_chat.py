@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -416,6 +417,32 @@ async def test_unknown_routes_get_an_openai_error(method: str, path: str, status
         reply = await client.request(method, url.removesuffix("/v1") + path, headers=headers)
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "path", ["/chat/completions", "/v1/chat/completions/", "/v1//chat/completions", "/v1/v1/models"]
+)
+async def test_another_base_url_is_told_the_address(path: str) -> None:
+    async with serving(ScriptedBackend()) as url, httpx.AsyncClient() as client:
+        reply = await client.post(url.removesuffix("/v1") + path, headers={"Authorization": f"Bearer {KEY}"})
+    known = "/v1/models" if "models" in path else "/v1/chat/completions"
+    assert reply.status_code == 404 and f"the address is {known}:" in reply.json()["error"]["message"]
+
+
+async def test_a_client_that_offers_http2_is_answered_and_a_compressed_body_is_refused_by_name() -> None:
+    """As Java's HTTP client offers it with its first request; the connection lives on."""
+    body = json.dumps({"model": "policy", "messages": [{**USER, "content": "\r\nUpgrade: h2c\r\n\r\n"}]}).encode()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAABAAMAAABkAAQ"}
+    backend = ScriptedBackend(lambda request: str(request.messages))
+    async with serving(backend) as url, httpx.AsyncClient(headers=headers) as client:
+        for more in (offer, {}, offer):
+            reply = await client.post(f"{url}/chat/completions", content=body, headers=more)
+            assert "Upgrade: h2c" in reply.json()["choices"][0]["message"]["content"]
+        packed = gzip.compress(body)
+        reply = await client.post(f"{url}/chat/completions", content=packed, headers={"Content-Encoding": "gzip"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert "'gzip'" in reply.json()["error"]["message"]
 
 
 async def test_a_body_over_the_limit_is_a_413_and_the_connection_lives_on() -> None:
