@@ -366,7 +366,7 @@ async def test_a_conversation_by_reference_is_one_sequence(way: str, is_stream: 
             if way == "previous_response_id":
                 input, more = outputs, {"previous_response_id": reply.id}
             else:
-                input += [*({"type": "item_reference", "id": item.id} for item in reply.output), *outputs]
+                input += [*({"id": item.id} for item in reply.output), *outputs]
     assert_one_conversation(recorder, 3)
     system, *_ = backend.requests[2].messages or []
     assert system["content"] == "Be brief.\n\nIn English."

@@ -67,11 +67,11 @@ Item = MessageItem | CallItem | OutputItem | ReasoningItem | ReferenceItem
 
 
 def name_kinds(items: Any) -> None:
-    """Adds the type to messages without one. Raises ChatError 400 for unsupported items or parts."""
+    """Adds the type to messages and references without one. Raises ChatError 400 for unsupported items or parts."""
     for place, item in enumerate(items if isinstance(items, list) else []):
         if not isinstance(item, dict):
             continue
-        kind = item.setdefault("type", "message")
+        kind = item["type"] = item.get("type") or ("message" if "role" in item else "item_reference")
         if kind not in KINDS:
             message = f"input[{place}]: items of type {_shown(kind)} are not supported; there are {', '.join(KINDS)}"
             raise invalid(message, f"input[{place}]", "unsupported_parameter")
