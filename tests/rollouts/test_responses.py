@@ -415,12 +415,12 @@ def test_only_so_much_is_kept_and_the_oldest_goes_first(monkeypatch: pytest.Monk
     monkeypatch.setattr(openai_responses, "MAX_BYTES", 10_000)
     memory = Memory()
 
-    def keep(id: str, text: str) -> None:
+    def keep(id: str, text: str, key: str = "key") -> None:
         asked = Request(
             model="m", sampling=Sampling(), id=id, messages=[{"role": "user", "content": text}], is_kept=True
         )
         choice = Choice(index=0, message={"role": "assistant", "content": "ok"})
-        memory.keep(asked, "key", Reply(id="", created=0, model="m", choices=[choice], prompt_ids=[]))
+        memory.keep(asked, key, Reply(id="", created=0, model="m", choices=[choice], prompt_ids=[]))
 
     def kept() -> list[str]:
         return [id for _, id in memory._kept]
@@ -436,6 +436,11 @@ def test_only_so_much_is_kept_and_the_oldest_goes_first(monkeypatch: pytest.Monk
     assert [len(sent["content"]) for sent in memory.recall(again, "key").messages or []] == [9_900, 2, 1]
     with pytest.raises(ChatError, match="kept"):
         memory.recall(again, "another key")
+    keep("another's", "hi", "another key")
+    assert kept() == ["another's"]
+    for id in "abcde":
+        keep(id, "x" * 4_000)
+    assert kept() == ["another's", "d", "e"]
 
 
 @pytest.mark.slow

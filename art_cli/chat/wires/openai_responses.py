@@ -11,8 +11,8 @@ complete answer one message.
 
 Responses are stored unless the client sends `store: false`. Later requests can send its id as `previous_response_id`,
 or an item's id as an `item_reference`, instead of the conversation. Stored responses belong to a backend and a key. In
-the gateway they belong to a single rollout and are dropped when it ends. They are kept only in memory, and the oldest
-are dropped first.
+the gateway they belong to a single rollout and are dropped when it ends. They are kept only in memory. The oldest of
+the key that has most are dropped first.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[bytes, str], _Kept] = OrderedDict()  # digest of the key, id -> conversation
-        self._num_bytes = 0
+        self._num_bytes = Counter[bytes]()  # by digest of the key
 
     def recall(self, request: Request, key: str | None) -> Request:
         """Returns the request with its whole conversation. Raises ChatError 400 if the conversation is not stored."""
@@ -118,7 +118,7 @@ class Memory:
         return msgspec.structs.replace(request, messages=conversation(request.instructions, resolved))
 
     def keep(self, request: Request, key: str | None, reply: Reply) -> None:
-        """Stores the reply to a recalled request."""
+        """Stores the reply to a recalled request. Makes room where most is, so no client drops another's replies."""
         if not request.is_kept or request.messages is None:
             return
         answer = {"role": "assistant", **(reply.choices[0].message or {"content": reply.choices[0].text})}
@@ -126,11 +126,13 @@ class Memory:
         kept = _Kept(messages, len(msgspec.json.encode(messages)))
         if kept.num_bytes > MAX_BYTES:
             return
-        self._kept[_owner(key), request.id] = kept
-        self._num_bytes += kept.num_bytes
-        while self._num_bytes > MAX_BYTES or len(self._kept) > MAX_REPLIES:
-            _, oldest = self._kept.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+        self._kept[owner := _owner(key), request.id] = kept
+        self._num_bytes[owner] += kept.num_bytes
+        while self._num_bytes.total() > MAX_BYTES or len(self._kept) > MAX_REPLIES:
+            [(largest, _)] = self._num_bytes.most_common(1)
+            oldest = next(place for place in self._kept if place[0] == largest)
+            self._num_bytes[largest] -= self._kept.pop(oldest).num_bytes
+            self._num_bytes += Counter()  # removes keys without replies
 
     def _find(self, key: str | None, id: str) -> list[Json]:
         if (kept := self._kept.get((_owner(key), id))) is None:
