@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from art_cli.runs.json_lines import HALF_PAIRS
+
 Json = dict[str, Any]
 Schemas = Mapping[str, Json]  # a tool's name -> the JSON Schema of its parameters
 
@@ -114,7 +116,7 @@ def _json_call(text: str) -> Json | None:
     arguments = fields.get("arguments", fields.get("parameters", "{}"))
     if not isinstance(name, str) or not arguments.startswith("{"):
         return None
-    if not name.isprintable():  # half a surrogate pair, as "\ud800", could be neither sent nor recorded
+    if HALF_PAIRS.search(name):  # half a surrogate pair, as "\ud800", could be neither sent nor recorded
         return None
     return call_of(name, arguments)
 
