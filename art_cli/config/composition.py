@@ -277,4 +277,6 @@ def _why(error: InterpolationResolutionError) -> str:
     """Extracts the reason from OmegaConf's message. Example: "Environment variable 'HOST' not found"."""
     if str(error).startswith("RecursionError"):
         return "this interpolation leads back to itself"
-    return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])
+    why = re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", str(error).splitlines()[0])
+    missing = re.fullmatch(r"Interpolation key '([A-Z0-9_]+)' not found", why)
+    return f"{why}; for an environment variable write ${{oc.env:{missing[1]}}}" if missing else why

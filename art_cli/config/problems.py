@@ -181,10 +181,11 @@ def _message(key: str, details: Sequence[ErrorDetails], data: dict[str, Any], sc
             return "an empty list; it needs at least one item"
         case "string_pattern_mismatch":
             return f"{given}: only letters, digits, '.', '_' and '-', and a letter or digit first"
-    if isinstance(first["input"], str) and first["type"].startswith("model_") and packaged_options(key):
+    if first["type"].startswith("model_") and first["input"] in packaged_options(key):
         return f"{given} is chosen in `defaults: [{{{key}: {first['input']}}}, _self_]`, or on the command line"
     wanted = list(dict.fromkeys(_expected(detail) for detail in details))
-    return f"expected {' or '.join(wanted)}, not {given}{_yaml_hint(first)}"
+    hint = f"; write model: {{base: {given}}}" if key == "model" else _yaml_hint(first)
+    return f"expected {' or '.join(wanted)}, not {given}{hint}"
 
 
 def _noun(section: str, schema: Schema) -> str:

@@ -114,7 +114,9 @@ class RunConfig(Section):
     """The object store that gets a copy of the run: s3://bucket/prefix, gs://... or az://... Another machine can resume
     from it (docs/scale.md)."""
     model: ModelConfig
+    """The policy's base model, such as {base: Qwen/Qwen3-0.6B}; with engine openai or anthropic its model."""
     rollout: RolloutConfig
+    """The agent and its scenarios, such as {entry: "rollout.py:rollout", scenarios: scenarios.jsonl}."""
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = AutoEngineConfig()
     judge: JudgeConfig = RolloutJudgeConfig()

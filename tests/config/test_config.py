@@ -302,6 +302,16 @@ judge:
     assert mistakes(PLAIN, "trian.steps=1") == ["command line: trian: no such key; did you mean 'train'?"]
 
 
+def test_usual_slips_get_the_line_to_write() -> None:
+    assert mistakes("model: builtin:tiny\nrollout: {entry: a.py:b, scenarios: s}\n") == [
+        "config.yaml:1: model: expected a section of 'key: value' lines, not \"builtin:tiny\"; "
+        'write model: {base: "builtin:tiny"}'
+    ]
+    assert "is chosen in `defaults: [{model: qwen3-0.6b}, _self_]`" in mistakes("model: qwen3-0.6b\n")[0]
+    assert mistakes("model: {base: m}\n")[0].startswith("config.yaml:1: rollout: missing: The agent and its scenarios")
+    assert mistakes(PLAIN, "name=${HOST}")[0].endswith("for an environment variable write ${oc.env:HOST}")
+
+
 def test_a_number_where_text_is_wanted_is_that_text() -> None:
     config = load("model: {base: m}\nrollout: {command: [agent, 5], scenarios: s}\n", "name=7")
     assert (config.rollout.command, config.name) == (["agent", "5"], "7")
