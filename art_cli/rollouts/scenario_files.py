@@ -127,7 +127,8 @@ def _check(value: Any, source: object, line: int | None = None) -> Json:
 
 def _an_object(value: Any, source: object, line: int | None = None) -> Json:
     if not isinstance(value, dict):
-        raise DataError(f"a scenario is a JSON object, not {type(value).__name__}", source, line)
+        cure = "; write one object per line (jq -c '.[]' FILE)" if isinstance(value, list) else ""
+        raise DataError(f"a scenario is a JSON object, not {brief(value)}{cure}", source, line)
     return value
 
 

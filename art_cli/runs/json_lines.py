@@ -189,6 +189,8 @@ def _in_words(error: Exception) -> str:
             return "JSON is nested too deeply"
         case UnicodeDecodeError():
             return f"the text is not UTF-8 (byte {error.start} of the line)"
+        case json.JSONDecodeError() if error.doc[error.pos :].strip() == ",":
+            return "a comma follows the object; each line is one object, without commas between lines"
         case json.JSONDecodeError():
             return f"JSON is malformed: {error.msg} (column {error.colno})"
     return printable(error, limit=200)

@@ -24,7 +24,8 @@ def test_a_file_gives_its_objects_in_order(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"id": "a"}\n{"id": "b"\n', r"s\.jsonl:2: not a JSON object"),
-        ('{"id": "a"}\n[1]\n', r"s\.jsonl:2: .*not list"),
+        ('{"id": "a"}\n[1]\n', r"s\.jsonl:2: .*not \[1\]; write one object per line"),
+        ('{"id": "a"},\r\n{"id": "b"}\n', r"s\.jsonl:1: .*without commas between lines"),
         ('{"id": "a"}\n\n{"level": 1}\n', r's\.jsonl:3: .*no "id"'),
         ('{"id": null}\n', r"s\.jsonl:1: .*not None"),
         ('{"id": true}\n', r"s\.jsonl:1: .*not True"),
