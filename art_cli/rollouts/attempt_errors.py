@@ -78,6 +78,8 @@ def from_exception(error: BaseException, root: Path) -> AttemptError:
         message = f"{message}: {type(cause).__name__}: {message_of(cause)}"
     if isinstance(cause, ModuleNotFoundError) and sys.executable not in message:
         message = f"{message} in {sys.executable}"
+    if isinstance(cause, AttributeError | TypeError) and "'coroutine' object" in message:
+        message = f"{message}; is an `await` missing? (a plain `def` calls policy.sync_client)"
     if place := place_of(cause, root) or place_of(error, root):
         message = f"{message} ({place})"
     named = [_classes(leaf, root) for leaf in leaves]

@@ -135,6 +135,8 @@ RAISES = {
     "raise StopAsyncIteration": "",
     "raise BaseExceptionGroup('all', [KeyError('k'), SystemExit(1)])": "BaseExceptionGroup: all (2 sub-exceptions): "
     "KeyError: 'k' (rollout.py:",
+    "raise AttributeError(\"'coroutine' object has no attribute 'choices'\")": "AttributeError: 'coroutine' object has "
+    "no attribute 'choices'; is an `await` missing?",
     "raise RecursionError": "RecursionError",
     "raise MemoryError": "MemoryError",
 }
