@@ -1,6 +1,7 @@
 """The loop's stages, each run alone on files, for `art generate`, `art step` and notebooks."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,8 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Json, ScoredTrajectory, Trajectory, as_saved
 from art_cli.runtime import threads
 from art_cli.runtime.errors import DriftError, LearnerError, UsageError
+
+log = logging.getLogger(__name__)
 
 OWN_MODEL = "own_model"  # metadata key of an attempt: the digest of the endpoint's model
 
@@ -117,7 +120,11 @@ async def _play(
             loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=output.parent
         ) as sampler:
             _check_same(output, plans, played, sampler, model)
-            await sampler.play_shown(owed(plans, played), keep, title="generate")
+            missing = owed(plans, played)
+            if len(missing) < len(plans):
+                there = f"{len(plans) - len(missing)} of {len(plans)} attempts"
+                log.info("%s: has %s already, which are not played again (another file gets new ones)", output, there)
+            await sampler.play_shown(missing, keep, title="generate")
     return played
 
 
