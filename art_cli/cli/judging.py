@@ -152,6 +152,7 @@ def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:
 
 def as_text(summary: Summary) -> str:
     mean = "no reward" if summary.mean is None else f"mean reward {summary.mean:.3f}"
+    mean += f"; {summary.failed} of {summary.trajectories} attempts failed" if summary.failed else ""
     before = f" ({summary.groups_before} were before)" if summary.groups_before else ""
     lines = [f"{printable(summary.scored)}: {summary.groups} group{'s' * (summary.groups != 1)} scored{before}, {mean}"]
     if summary.calls or summary.cached_votes:
@@ -176,7 +177,7 @@ def dollars(usd: float | None) -> str:
 
 
 def refuse_owed(summary: Summary) -> None:
-    """Raises JudgeError if groups were not scored, or all groups were skipped."""
+    """Raises JudgeError if groups were not scored, if all groups were skipped, or if every attempt failed."""
     found = (summary.owed, "not scored and still owed"), (len(summary.incomplete), "incomplete")
     reasons = [f"{num} group{'s' * (num > 1)} {state}" for num, state in found if num]
     if not reasons and summary.skipped and not summary.groups + summary.groups_before:
@@ -184,6 +185,8 @@ def refuse_owed(summary: Summary) -> None:
             f"no group has two attempts to compare, of {summary.skipped}; play several at each scenario "
             "(rollout.group_size), or take a judge that scores single attempts"
         )
+    if not reasons and summary.groups and not summary.groups_before and summary.failed == summary.trajectories:
+        raise JudgeError("every attempt failed, so the judge saw none; `art view` shows their errors")
     if not reasons:
         return
     why = summary.stopped or next(iter(summary.owed_because.values()), None)

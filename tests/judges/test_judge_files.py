@@ -375,6 +375,15 @@ def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None
     assert code == 0 and "0 groups scored (2 were before)" in out, err
 
 
+def test_a_file_of_failed_attempts_alone_is_no_success(art: Art) -> None:
+    rows = rated([0.2, 0.8])
+    for row in rows:
+        row.error = "ValueError: it broke"
+    write_lines(Path("t.jsonl"), rows)
+    code, out, err = judge(art, "t.jsonl")
+    assert code == 1 and "no reward; 2 of 2 attempts failed" in out and "every attempt failed" in err
+
+
 def test_what_art_import_wrote_is_judged_where_a_judge_is_named(art: Art) -> None:
     """The file has rewards from another tool; without a judge or an output, the report uses them."""
     rows = rated([0.2, 0.8])

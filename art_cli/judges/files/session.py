@@ -161,6 +161,7 @@ class Summary(msgspec.Struct, kw_only=True):
     groups: int  # scored by this session
     groups_before: int
     trajectories: int
+    failed: int  # of these trajectories, those with an error, which get no reward
     mean: float | None  # mean reward over this session's scores
     calls: int
     cached_votes: int
@@ -184,7 +185,7 @@ class Session:
         self.judge, self.source, self.path, self.is_partial = judge, source, path, is_partial
         self.groups = judgeable(source, is_partial=is_partial, least=least)
         self.num_skipped = len(judgeable(source, is_partial=is_partial)) - len(self.groups)
-        self.num_before = self.num_trajectories = self.num_rewards = self.num_asked_again = 0
+        self.num_before = self.num_trajectories = self.num_failed = self.num_rewards = self.num_asked_again = 0
         self.reward_sum = 0.0
 
     async def run(self, *, is_fresh: bool = False, progress: OnProgress | None = None) -> Summary:
@@ -220,6 +221,7 @@ class Session:
     def _count(self, scored: Sequence[ScoredTrajectory]) -> None:
         rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
         self.num_trajectories += len(scored)
+        self.num_failed += sum(trajectory.error is not None for trajectory in scored)
         self.num_rewards += len(rewards)
         self.reward_sum += sum(rewards)
         self.num_asked_again += any(trajectory.again is not None for trajectory in scored)
@@ -232,6 +234,7 @@ class Session:
             groups=done.num_scored,
             groups_before=self.num_before,
             trajectories=self.num_trajectories,
+            failed=self.num_failed,
             mean=self.reward_sum / self.num_rewards if self.num_rewards else None,
             calls=usage.calls,
             cached_votes=self.judge.num_cached,
