@@ -57,8 +57,10 @@ class CommandRollout:
         self._has_played = False  # after a valid outcome, an invalid outcome fails only its own attempt
         program = command[0]
         is_path = os.sep in program
-        if shutil.which(directory / program if is_path else program) is None:
+        found = shutil.which(directory / program if is_path else program)
+        if found is None:
             raise RolloutError(f"{self._entry}: no such program: {program!r}; install it or give its path")
+        self._program = found
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         """Raises AttemptError if the program failed or printed no outcome, and RolloutError for a wrong type of
@@ -93,7 +95,7 @@ class CommandRollout:
         finally:
             self._peers.remove(policy.api_key)
         if ended.status != 0:
-            raise AttemptError("exit", _describe(ended, withheld))
+            raise AttemptError("exit", _describe(ended, withheld, self._program))
         try:
             outcome = self._read(ended.stdout)
         except RolloutError as error:
@@ -150,10 +152,12 @@ def is_passed(name: str, env: Collection[str]) -> bool:
     return name in env or name in USUAL or name.startswith("LC_")
 
 
-def _describe(ended: Finished, withheld: Sequence[str]) -> str:
-    """Describes a failed program: exit status, the last lines of stderr, and advice about withheld variables."""
+def _describe(ended: Finished, withheld: Sequence[str], program: str) -> str:
+    """Describes a failed program: exit status, the last lines of stderr, and advice about its path or variables."""
     tail = ended.stderr[-MAX_ERROR_LENGTH // 2 :].decode(errors="replace").strip()
     status = f"{describe_exit(ended.status)}: {tail}" if tail else describe_exit(ended.status)
+    if "ModuleNotFoundError: " in tail:
+        return f"{status} (the program is {program}; if this is another Python, name yours in rollout.command)"
     if not withheld or ended.status < 0:  # signals have other causes
         return status
     named = [name for name in withheld if re.search(rf"\b{re.escape(name)}\b", tail)][:MAX_NAMED]

@@ -635,6 +635,10 @@ async def test_a_program_gets_no_variable_but_the_usual_ones_and_those_that_the_
             "import os\nos.environ['ART_MINE']",
             r"\(withheld from the program; to pass it on: rollout\.env=\[ART_MINE\]\)",
         ),
+        (
+            "import nowhere_to_find",
+            r"'nowhere_to_find' \(the program is /.*; if this is another Python, name yours .*\)",
+        ),
         ("import sys\nsys.exit('it broke')", r"\(it has not got \d+ of art's variables; rollout\.env=\[NAME\] .*\)"),
     ],
 )
