@@ -23,6 +23,7 @@ from art_cli.judges.files.session import Session, Summary, judgeable, scored_gro
 from art_cli.judges.judge_groups import JudgeProgress
 from art_cli.judges.trial import require_keys
 from art_cli.loop.interrupts import Interrupts
+from art_cli.loop.references import check_judge
 from art_cli.runs.feedback import FEEDBACK_FILE
 from art_cli.runs.json_lines import decode, lines
 from art_cli.runtime import threads
@@ -92,7 +93,8 @@ def choose_judge(
 ) -> LoadedJudge:
     """Returns the configured judge. `model` and `rubric` select RULER, which is also the default.
 
-    Without a file, the judge `feedback` reads the feedback in the directory of the trajectories `beside`.
+    Without a file, the judge `feedback` reads the feedback in the directory of the trajectories `beside`. Raises
+    ConfigError if the judge names something that is missing.
     """
     is_named = any(override.partition("=")[0] in ("judge", "judge.name") for override in overrides)
     if config is None and not is_named:
@@ -105,16 +107,17 @@ def choose_judge(
     if isinstance(loaded.config, FeedbackJudgeConfig) and loaded.config.file is None and beside is not None:
         found = beside.resolve().parent / FEEDBACK_FILE
         loaded = LoadedJudge(loaded.config.model_copy(update={"file": found}), loaded.directory)
-    if model is None and rubric is None:
-        return loaded
-    if not isinstance(loaded.config, RulerJudgeConfig):
-        raise UsageError(f"--model and --rubric are for judge=ruler, not judge={loaded.config.name}")
-    if model is not None and loaded.config.panel:
-        raise UsageError("--model: the judge is a panel of several models; change judge.panel instead")
-    chosen: dict[str, Any] = {} if model is None else {"model": model}
-    if rubric is not None:
-        chosen["rubric"] = rubric.resolve()
-    return LoadedJudge(loaded.config.model_copy(update=chosen), loaded.directory)
+    if model is not None or rubric is not None:
+        if not isinstance(loaded.config, RulerJudgeConfig):
+            raise UsageError(f"--model and --rubric are for judge=ruler, not judge={loaded.config.name}")
+        if model is not None and loaded.config.panel:
+            raise UsageError("--model: the judge is a panel of several models; change judge.panel instead")
+        chosen: dict[str, Any] = {} if model is None else {"model": model}
+        if rubric is not None:
+            chosen["rubric"] = rubric.resolve()
+        loaded = LoadedJudge(loaded.config.model_copy(update=chosen), loaded.directory)
+    check_judge(loaded)
+    return loaded
 
 
 def judge_file(

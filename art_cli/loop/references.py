@@ -21,7 +21,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from art_cli.config.checks import untrainable
-from art_cli.config.compose import LoadedConfig
+from art_cli.config.compose import LoadedConfig, LoadedJudge
 from art_cli.config.key_locations import show
 from art_cli.config.schema import (
     BlendJudgeConfig,
@@ -80,6 +80,12 @@ def check_ready(loaded: LoadedConfig, sections: Sequence[str] = ALL, *, is_train
             wrong += [Wrong(loaded.config.key_in(source, key), message) for key, message in LOOKUPS[section](part)]
     if wrong:
         raise ConfigError([Problem(key, loaded.places.of(key), text) for key, text in dict.fromkeys(wrong)])
+
+
+def check_judge(loaded: LoadedJudge) -> None:
+    """Raises ConfigError listing all missing things that a judge without a run's configuration names."""
+    if wrong := list(_judge(loaded)):
+        raise ConfigError([Problem("", key, text) for key, text in wrong])
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
@@ -201,8 +207,8 @@ def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield from _entry("engine.entry", entry, loaded.directory)
 
 
-def _judge(loaded: LoadedConfig) -> Iterator[Wrong]:
-    judge = loaded.config.judge
+def _judge(loaded: LoadedConfig | LoadedJudge) -> Iterator[Wrong]:
+    judge = loaded.config.judge if isinstance(loaded, LoadedConfig) else loaded.config
     if isinstance(judge, BlendJudgeConfig):
         for name, each in judge.judges.items():
             yield from _one_judge(f"judge.judges.{name}", each, loaded.directory)

@@ -375,6 +375,12 @@ def test_a_line_with_something_odd_inside_is_judged(art: Art, line: str) -> None
     assert code == 0 and "0 groups scored (2 were before)" in out, err
 
 
+def test_an_address_without_http_is_refused_before_any_call(art: Art) -> None:
+    Path("t.jsonl").write_text(GOOD)
+    code, _, err = art("judge", "t.jsonl", "judge={name: ruler, model: m, base_url: '127.0.0.1:9/v1'}")
+    assert code == 2 and err.startswith("error: judge.base_url: '127.0.0.1:9/v1' is not an address; expected one such")
+
+
 def test_a_file_of_failed_attempts_alone_is_no_success(art: Art) -> None:
     rows = rated([0.2, 0.8])
     for row in rows:
