@@ -14,7 +14,7 @@ from art_cli.models.base_files import check_base, gguf_problem
 from art_cli.runs.durable import new_directory
 from art_cli.runs.manifest import write_hashes
 from art_cli.runtime import plugins
-from art_cli.runtime.errors import ArtError, RunError, UsageError, one_line
+from art_cli.runtime.errors import ArtError, RunError, UsageError, is_full_disk, one_line
 
 HUB_TIMEOUT_S = 10.0
 
@@ -23,7 +23,7 @@ def find_base(base: str, *, directory: Path, built: Path, named: str = "model.ba
     """Returns the hub id or directory from which to load `base`.
 
     A builder function or GGUF conversion runs once and writes the directory `built`. Raises UsageError if the builder
-    is missing or fails.
+    is missing or fails, except on a full disk.
     """
     try:
         build = gguf_base.builder_of(base, directory)
@@ -46,6 +46,8 @@ def find_base(base: str, *, directory: Path, built: Path, named: str = "model.ba
         except UsageError as error:
             raise UsageError(f"{named}: {error}") from error
         except Exception as error:
+            if is_full_disk(error):
+                raise
             raise UsageError(f"{named}: {base} failed: {type(error).__name__}: {error}") from error
     return str(built)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from art_cli.models.base_source import find_base
 from art_cli.models.builtin_models import tiny, words
 
 ROLLOUT = """
@@ -114,3 +115,9 @@ def test_a_name_that_is_not_built_in_is_refused_with_those_that_are(
     Path("config.yaml").write_text("model: {base: builtin:huge}\nrollout: {entry: r.py:f, scenarios: s}\n")
     code, _, err = art("train", "config.yaml")
     assert code == 2 and "config.yaml:1: model.base: no built-in model 'huge'; there are: tiny" in err
+
+
+def test_a_full_disk_is_not_a_mistake_in_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def build(directory): raise RuntimeError('I/O error: No space (os error 28)')\n")
+    with pytest.raises(RuntimeError, match="os error 28"):  # which the command line names as a full disk
+        find_base("m.py:build", directory=tmp_path, built=tmp_path / "base")
