@@ -1,18 +1,5 @@
 """The interface between clients and engines, shared by the gateway, the embedded engine's server, and `art serve`.
 
-    chat_errors.py        ChatError: a refused or failed request with its HTTP status
-    requests.py           Request and Sampling
-    replies.py            Reply, Choice, and Chunk
-    wires/                one file per client protocol; converts JSON to Request, and Reply and Chunk to JSON and events
-    chat_app.py           the ASGI application over any Backend; splits a request with several prompts
-    api_keys.py           valid API keys; protects servers without a key from web pages
-    reading.py            reads request bodies and parses JSON within limits
-    client.py             HttpBackend: any OpenAI-compatible endpoint as a Backend
-    anthropic_client.py   AnthropicBackend: any Anthropic Messages endpoint as a Backend
-    proven_steps.py       maps steps to policy digests once the weights are proven
-    control_tokens.py     keeps a template's control tokens out of user text
-    http_server.py        runs the application on a local port, with deadlines for start, stop, and slow clients
-
 The central type is `Backend`. The embedded engine samples in this process, and HttpBackend calls another server. The
 gateway's RecordingBackend and serving's Dispatch wrap another Backend. Reply and Chunk always carry tokens, but the
 wire renders only the fields that the client asked for.

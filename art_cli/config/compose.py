@@ -1,12 +1,4 @@
-"""The loaders: a YAML file and `key=value` arguments become a checked RunConfig, or a ConfigError with all mistakes.
-
-load_config    one run
-load_sweep     the runs of `--multirun`
-load_judge     only a judge, for `art judge` without a configuration
-load_reward    a reward model's training, for `art reward`
-load_gateway   a gateway in front of an endpoint, without a model or rollout
-compose_new    the content of a new configuration file
-"""
+"""The loaders: a YAML file and `key=value` arguments become a checked RunConfig, or a ConfigError with all mistakes."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,4 @@
-"""Detects GPUs without torch: device files, driver, memory, and the kernel compiler.
-
-has_gpu, has_nvidia, driver     from /dev and /sys
-cards                           memory reported by nvidia-smi
-idle_gpu                        why torch does not use the GPU, and the fix
-compiler_problem                why Triton cannot compile kernels for a Python, and the fix
-"""
+"""Detects GPUs without torch: device files, driver, memory, and the kernel compiler."""
 
 import contextlib
 import re

@@ -1,13 +1,5 @@
 """Runs blocking code without blocking this process's event loop, and handles Ctrl-C meanwhile.
 
-calling          sets the effect of Ctrl-C and SIGTERM while an event loop runs
-run              runs a coroutine in the fastest available event loop
-LoopThread       an event loop in a thread, for async functions that may block
-end              cancels tasks and waits for them
-start_in_thread  runs a blocking function in a new thread; returns its future, for callers with a deadline
-call_in_thread   runs a blocking function in a new thread and awaits it
-compute          runs a torch computation in a thread
-
 The threads are daemons without a pool. A function that never returns does not delay other calls or the process's exit.
 worker_pool.py limits the number and duration of such calls.
 """

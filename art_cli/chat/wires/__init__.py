@@ -1,12 +1,5 @@
 """Wire: a client protocol, from the request body to the last event of a streamed answer.
 
-    openai_shared.py       shared by OpenAI's protocols: key, error body, sampling parameters, usage
-    openai_chat.py         OpenAIChat: POST /v1/chat/completions
-    openai_completions.py  OpenAICompletions: POST /v1/completions
-    openai_responses.py    OpenAIResponses: POST /v1/responses; Memory: stored replies
-    responses_items.py     converts OpenAI Responses items to chat messages and back
-    anthropic_messages.py  AnthropicMessages, AnthropicCountTokens: POST /v1/messages, /v1/messages/count_tokens
-
 A wire converts between JSON and the records of requests.py and replies.py. The application (chat_app.py) receives the
 body, asks a backend, and sends the wire's output. To add a protocol, write a class like `Wire` in a new file and add it
 to WIRES, which the gateway and `art serve` read.

@@ -2,16 +2,6 @@
 
     rollout: {environment: reasoning_gym/countdown}
 
-reasoning_gym.py    reasoning-gym: puzzle generators and scorers, and a check of answers before they are evaluated
-textarena.py        textarena games; the policy plays all seats
-openenv_servers.py  any OpenEnv server, by URL
-verifiers_tasks.py  verifiers tasksets, played by verifiers' harnesses or by ours
-verifiers_chat.py   our harness: a conversation with the task's tools
-mcp.py              any MCP server; its tools become the agent's tools
-mcp_connection.py   connections to MCP servers, with limits on their data
-servers.py          code shared by environments with a server
-listing.py          lists libraries and environments
-
 Names have the form LIBRARY/NAME. Other packages can add a library with an entry point in the group
 `art_cli.environments` that names a class like `Library`. Environments are opened and played in the rollout process, so
 the command line never imports their packages, and `rollout.python` can choose another Python for them. All modules

@@ -4,10 +4,6 @@
       checkpoints/step_0004/        manifest.json is uploaded last and completes the checkpoint
       lease/000003.json             identifies the machine using the run; the highest number is valid
 
-object_store.py  objects below an address, through fsspec; the lease of the machine using a run
-mirror.py        uploads the run in the background
-fetch.py         downloads a run, for resuming or viewing
-
 The local run directory remains authoritative and keeps all guarantees. The training loop never reads from the store, so
 a missing or failing store does not affect training.
 """
