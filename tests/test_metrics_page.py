@@ -22,7 +22,7 @@ PLACE = re.compile(r"NAME|SOURCE|KIND")  # a part of a metric's name that a run 
 # Settings that bring further metrics
 COARSE = "rollout.entry=rollout.py:coarse"
 SETTINGS = (
-    ("loss.kl=0.1", "train.max_kl=1", "loss.entropy_floor=9", "train.epochs_per_step=2", COARSE, "rollout.refill=1"),
+    ("loss.kl=0.1", "train.max_kl=1", "train.epochs_per_step=2", COARSE, "rollout.refill=1"),
     ("loss=ppo", "loss.off_policy.name=truncate"),
 )
 

@@ -298,7 +298,6 @@ def _remote_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, st
     unsayable = {
         "kl": (loss.kl > 0, "needs the reference policy's logprobs in the loss; 0, with train.learning_rate lower"),
         "off_policy": (loss.off_policy is not None, "weighs tokens by logprobs of two policies; null, or loss=cispo"),
-        "entropy_floor": (loss.entropy_floor is not None, "needs the policy's entropy; null, or loss=dapo"),
     }
     for knob, (is_set, why) in unsayable.items():
         if is_set:

@@ -55,7 +55,6 @@ NEEDS: dict[str, Need] = {
     "cross_entropy": ("loss.echo", lambda config: config.learns_by.echo > 0 or config.algorithm is not None),
     "shared_states": ("loss=gigpo", lambda config: config.learns_by.compares_states),
     "kl": ("loss.kl above 0", lambda config: config.learns_by.kl > 0 or config.algorithm is not None),
-    "entropy_coefficient": ("loss.entropy_floor", lambda config: config.learns_by.entropy_floor is not None),
     "off_policy_masked": ("loss.off_policy", lambda config: config.learns_by.off_policy is not None),
     **dict.fromkeys(("update_kl", "update_share"), ("train.max_kl", lambda config: config.train.kl_bound is not None)),
     **dict.fromkeys(

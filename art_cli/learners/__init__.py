@@ -70,7 +70,6 @@ class StepMetrics(msgspec.Struct, kw_only=True):
     taught_share: float = float("nan")  # share of finished trajectories that the teacher scored
     kl: float = float("nan")  # k3 estimate against the reference policy; NaN: not computed
     entropy: float = float("nan")
-    entropy_coefficient: float = float("nan")  # reward per nat of entropy in this step; NaN: no loss.entropy_floor
     clip_fraction: float = float("nan")
     # mean |logprob now - logprob at sampling| over later updates in the step; NaN with a single update
     logprob_change: float = float("nan")

@@ -1,15 +1,12 @@
-"""AdamW with schedule, gradient clipping and the entropy floor's coefficient. State is stored without pickle.
+"""AdamW with schedule and gradient clipping. State is stored without pickle.
 
 Checkpoints hold the state as tensors and numbers.
 
 Parameters are updated in place, with two exceptions that update a copy. A parameter below float32 has a float32 copy,
 because bfloat16 has 8 bits of precision and would round away most steps of 1e-5 on a weight of 0.02. With CPU offload
 the copy and the state live on the CPU, which saves 8 bytes of GPU memory per trained weight.
-
-The entropy floor is an entropy bonus whose coefficient grows while the policy's entropy is too low.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -27,32 +24,6 @@ from art_cli.runtime.errors import CheckpointError
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names for a parameter's moments
 STATE_FILE = "optimizer.safetensors"
 COUNTS_FILE = "optimizer.json"
-ENTROPY_STEP = 0.005  # change of the entropy floor's coefficient per policy step, as in Skywork-OR1
-
-
-class EntropyState(msgspec.Struct, frozen=True):
-    """State carried from one step to the next. Example: EntropyState(coefficient=0.01, is_below=True)"""
-
-    coefficient: float = 0.0
-    is_below: bool = False  # whether the last measured entropy was below the floor
-
-    @property
-    def bonus(self) -> float:
-        """The next step's bonus per nat; zero above the floor."""
-        return self.coefficient if self.is_below else 0.0
-
-    def after(self, entropy: float, *, floor: float) -> "EntropyState":
-        """Returns the state after a step with this mean entropy in nats: the coefficient c changes by s = ENTROPY_STEP.
-
-        Skywork-OR1, He et al. 2025 (arXiv:2505.22312), adaptive entropy control: c' = c + s if entropy < floor, else
-        c - s, here never below 0. The loss includes -c * entropy while the entropy is at or below the floor. The
-        paper tests the current step's entropy; this code tests the previous step's entropy to avoid a second forward
-        pass. A NaN entropy (no sampled token was trained) changes nothing.
-        """
-        if math.isnan(entropy):
-            return self
-        grown = self.coefficient + (ENTROPY_STEP if entropy < floor else -ENTROPY_STEP)
-        return EntropyState(max(0.0, grown), entropy <= floor)
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -61,7 +32,6 @@ class Counts(msgspec.Struct, kw_only=True):
     num_steps: int = 0  # policy steps that changed weights; warm-up counts these
     num_updates: int = 0  # optimizer steps
     norms: tuple[float, ...] = ()  # gradient norms before clipping for the last WINDOW optimizer steps, newest last
-    entropy: EntropyState = EntropyState()
 
 
 class Adam(NamedTuple):

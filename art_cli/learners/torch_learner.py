@@ -171,21 +171,16 @@ class TorchLearner(Learner):
         Raises LearnerError if a loss is not finite or memory runs out; DriftError if engine and learner hold different
         weights (contract 2).
         """
-        bonus, has_gpu = self._entropy_bonus(), self.weights.device.type == "cuda"
+        has_gpu = self.weights.device.type == "cuda"
         if has_gpu:
             forget_peak(self.weights)
         with self.naming_memory():
             metrics, self._learned = take_step(
                 groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
             )
-        if self.loss.entropy_floor is not None:
-            entropy = self.optimizer.counts.entropy.after(metrics.entropy, floor=self.loss.entropy_floor)
-            self.optimizer.counts.entropy = entropy
         numbers = dict(self.algorithm.numbers())
         if metrics.num_updates and self.runner.can_pack is not None:
             numbers |= {"packed": float(self.runner.can_pack)}
-        if metrics.num_updates and bonus is not None:
-            numbers |= {"entropy_coefficient": bonus}
         if has_gpu and metrics.num_updates and (gigabytes := peak(self.weights)) is not None:
             numbers |= {"peak_gb": gigabytes}
         return msgspec.structs.replace(metrics, **numbers)
@@ -313,10 +308,6 @@ class TorchLearner(Learner):
     def close(self) -> None:
         """Does nothing, because there is no other process."""
 
-    def _entropy_bonus(self) -> float | None:
-        """Returns the current step's reward per nat of entropy; None without an entropy floor."""
-        return None if self.loss.entropy_floor is None else self.optimizer.counts.entropy.bonus
-
     # --- the updates of a step ----------------------------------------------------------------------------------------
 
     ahead = 1  # each optimizer step finishes when it is applied
@@ -351,7 +342,7 @@ class TorchLearner(Learner):
                 optimizer.counts.num_steps += 1
 
     def plan(self, samples: Sequence[Sample], finished: FinishedCounts) -> Update:
-        return self.gradient.plan(samples, finished, entropy_bonus=self._entropy_bonus() or 0.0)
+        return self.gradient.plan(samples, finished)
 
     def count(self, update: Update, statistics: StepStatistics) -> int:
         for pack in update.packs:

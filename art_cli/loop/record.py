@@ -35,7 +35,10 @@ OPEN = ("model.dtype", "train.learning_rate", "train.max_kl", "loss.baseline")
 KEPT = ("train.max_kl", "loss.scale_advantages", "loss.baseline", "rollout.group_size", "rollout.groups_per_step")
 OLDER = {"loss.baseline": "group"}  # values of runs whose record lacks the key
 # keys that `loss`, `algorithm` and `rollout` had in older versions -> their defaults, which changed nothing
-GONE = {"clip_cov": None, "kl_cov": None, "kl_cov_weight": 1.0, "entropy_step": 0.005, "replay": None}
+GONE = {
+    **dict.fromkeys(("clip_cov", "kl_cov", "replay", "entropy_floor")),
+    **{"kl_cov_weight": 1.0, "entropy_step": 0.005, "prefix_weight": 0.0},
+}
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
 

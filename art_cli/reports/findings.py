@@ -47,15 +47,12 @@ FAILED = "failed."  # prefix of the metrics that count failures by kind
 NEAR = 2  # number of updates averaged for a policy; more would hide a fast collapse
 
 THAW = (
-    "a fresh run (--fresh) with a smaller train.max_kl and loss.scale_advantages=false; then "
-    "loss.entropy_floor; then a warm-up on the best attempts (art sft --best-of)"
+    "a fresh run (--fresh) with a smaller train.max_kl and loss.scale_advantages=false; then a warm-up on the best "
+    "attempts (art sft --best-of)"
 )
 MORE_GROUPS = "more groups (rollout.groups_per_step) for a less noisy step"
 SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
-EXPLORE = (
-    "loss.entropy_floor, a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher "
-    "rollout.sampling.temperature"
-)
+EXPLORE = "a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher rollout.sampling.temperature"
 UNSETTLE = (
     "read such an attempt (art view): what earns a part of the reward without the rest should earn less; "
     "loss.baseline=shrunk, or a higher rollout.sampling.temperature"

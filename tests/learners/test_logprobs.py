@@ -57,25 +57,6 @@ def test_equal_the_whole_matrix_forward_and_backward(head: nn.Module, chunk_logi
         torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("chunk_logits", [7 * V, 10**9])
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_entropies_have_their_own_gradient_where_it_is_asked_for(is_frozen: bool, chunk_logits: int) -> None:
-    """Together with the logprobs', by what autograd makes of -sum p log p."""
-    hidden, head, targets, temperatures = make(nn.Linear(H, V).requires_grad_(not is_frozen))
-    weight, other = torch.linspace(-1, 2, E), torch.linspace(3, -1, E)
-    scores = token_scores(hidden, head, targets, temperatures, chunk_logits=chunk_logits, entropy_gradient=True)
-    (scores.logprobs * weight + scores.entropies * other).sum().backward()
-    ours = [hidden.grad, *(parameter.grad for parameter in head.parameters())]
-    hidden.grad = None
-    head.zero_grad()
-    tempered = (head(hidden) / temperatures[:, None]).log_softmax(-1)
-    entropies = -(tempered.exp() * tempered).sum(-1)
-    (tempered.gather(1, targets[:, None])[:, 0] * weight + entropies * other).sum().backward()
-    torch.testing.assert_close(scores.entropies, entropies)
-    for gradient, expected in zip(ours, [hidden.grad, *(p.grad for p in head.parameters())], strict=True):
-        torch.testing.assert_close(gradient, expected)
-
-
 def test_closed_form() -> None:
     """Logits 0 and log 3. Target 1: log 3/4 at temperature 1; at 1/2 they are 0 and log 9: log 9/10."""
     head = nn.Linear(1, 2, bias=False)

@@ -22,7 +22,6 @@ from art_cli.learners.algorithms.normalization import (
 from art_cli.learners.algorithms.objectives import Objective, PolicyTerms
 from art_cli.learners.algorithms.pack_loss import LossTerms, k3, pack_loss
 from art_cli.learners.algorithms.presets import build_algorithm
-from art_cli.learners.optimizer import EntropyState
 from art_cli.tinker.tinker_losses import server_loss
 
 
@@ -178,30 +177,6 @@ def test_a_pack_loss_is_objective_times_importance_plus_kl_times_share() -> None
     )
     result = pack_loss(build_algorithm(GrpoConfig(), max_tokens=1), terms)
     assert float(result.loss) == pytest.approx((-0.5 + 0.1 * (1 - math.log(2))) / 4)
-
-
-def test_entropy_is_rewarded_in_the_components_mean() -> None:
-    """r 1, A 1: objective -1; entropy 2 nats at 0.1 each: -0.2; share 1/4. A term of no policy has no reward."""
-    terms = LossTerms(
-        new=torch.full((2,), -1.0),
-        old=torch.full((2,), -1.0),
-        samples=torch.zeros(2, dtype=torch.int64),
-        weights=components([1.0, math.nan], [math.nan, 0.0]),
-        shares=torch.full((3, 2), 0.25),
-        entropies=torch.tensor([2.0, 5.0]),
-        entropy_bonus=0.1,
-    )
-    assert pack_loss(build_algorithm(GrpoConfig(), max_tokens=1), terms).parts.tolist() == pytest.approx([-0.3, 0.0])
-
-
-def test_the_bonus_grows_below_the_floor_and_falls_above_it() -> None:
-    """Floor 0.5, 0.005 a step, of an unknown entropy none. The reward is only given below the floor."""
-    state, found = EntropyState(), []
-    for entropy in (0.4, 0.3, math.nan, 0.6, 0.9, 0.7, 0.5):
-        state = state.after(entropy, floor=0.5)
-        found.append((state.coefficient, state.bonus))
-    expected = [(0.005, 0.005), (0.01, 0.01), (0.01, 0.01), (0.005, 0), (0, 0), (0, 0), (0, 0)]
-    assert found == [pytest.approx(pair) for pair in expected]
 
 
 def test_a_term_adds_to_the_components_it_is_in_and_to_no_other() -> None:

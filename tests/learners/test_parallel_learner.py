@@ -198,7 +198,7 @@ CASES: dict[str, dict[str, object]] = {
     },
     "checkpointed layers": {"gradient_checkpointing": True, "loss": DrGrpoConfig(name="dr_grpo")},
     "all weights": {"lora": False},
-    "trust region": {"updates_per_step": 2, "max_kl": 1e-6, "loss": GrpoConfig(mean_over="all", entropy_floor=9.0)},
+    "trust region": {"updates_per_step": 2, "max_kl": 1e-6, "loss": GrpoConfig(mean_over="all")},
     "every component": {"loss": AlgorithmConfig(entry=STREAMS, options={"components": NAMES})},
     "a teacher": {"loss": DistillConfig(name="distill", teacher=TeacherConfig(model="."), reward_weight=0.5)},
     "a critic that moves the trunk": {

@@ -4,9 +4,7 @@ import asyncio
 import gc
 import math
 import shutil
-from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +14,7 @@ import torch
 
 from art_cli.config.compose import load_config
 from art_cli.config.schema import DistillConfig, LoraConfig, TeacherConfig
-from art_cli.learners.algorithms.distillation import Distill, prefix_weights, teacher_advantages
+from art_cli.learners.algorithms.distillation import Distill, teacher_advantages
 from art_cli.learners.algorithms.sdpo import Feedback, Sdpo, SdpoConfig
 from art_cli.learners.teachers import teacher_server as server_module
 from art_cli.loop.references import check_ready
@@ -74,10 +72,9 @@ def expected_gradient(
     group: list[ScoredTrajectory],
     *,
     reward_weight: float,
-    gamma: float,
     divergence: str = "reverse_kl",
 ) -> dict[str, torch.Tensor]:
-    """-mean of A log p, one sequence at a time: A = w * (+-1 / sqrt 2) + f(log t - log s) (1 + gamma (1 - D)).
+    """-mean of A log p, one sequence at a time: A = w * (+-1 / sqrt 2) + f(log t - log s).
 
     f(r) is r, or log((1 + exp r) / 2) for the Jensen-Shannon divergence.
     """
@@ -87,10 +84,8 @@ def expected_gradient(
     for reward, ids, places in sequences:
         ours, theirs = chosen(student, ids, places), chosen(teacher, ids, places).detach()
         ratio = theirs - ours.detach()
-        spent = (ratio.abs().cumsum(0) - ratio.abs()) / ratio.abs().sum()
         said = ratio if divergence == "reverse_kl" else ((1 + ratio.exp()) / 2).log()
-        advantage = said * (1 + gamma * (1 - spent)) if gamma else said
-        advantage = advantage + reward_weight * (1 if reward else -1) / math.sqrt(2)
+        advantage = said + reward_weight * (1 if reward else -1) / math.sqrt(2)
         (-(advantage * ours).sum() / num_tokens).backward()
     gradient = {n: p.grad.clone() for n, p in student.model.named_parameters() if p.grad is not None}
     student.model.zero_grad()
@@ -109,8 +104,7 @@ def chosen(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]
     [
         {},
         {"reward_weight": 0.5},
-        {"reward_weight": 0.5, "prefix_weight": 0.5},
-        {"prefix_weight": 0.5, "divergence": "jensen_shannon"},
+        {"divergence": "jensen_shannon"},
     ],
     ids=str,
 )
@@ -123,8 +117,7 @@ def test_gradient_is_that_of_the_log_ratio_of_each_token_in_every_packing(
     caught = Caught(learner(student, distill(directory, **knobs), max_grad_norm=1e9, **shape))
     caught.learner.step([group])
     given = {"reward_weight": 0.0} | knobs
-    gamma = given.pop("prefix_weight", 0.0)
-    expected = expected_gradient(student, teacher, group, gamma=gamma, **given)
+    expected = expected_gradient(student, teacher, group, **given)
     assert distance(caught.gradient, expected) < 1e-5
 
 
@@ -167,7 +160,7 @@ def test_tokens_of_a_cut_distribution_are_compared_by_the_policys_own_logprobs(
     ]
     caught = Caught(learner(student, distill(directory), max_grad_norm=1e9))
     caught.learner.step([cut])
-    expected = expected_gradient(student, teacher, cut, reward_weight=0, gamma=0)
+    expected = expected_gradient(student, teacher, cut, reward_weight=0)
     assert distance(caught.gradient, expected) < 1e-5
 
 
@@ -190,35 +183,6 @@ def test_the_advantages_lower_the_divergence_that_they_are_named_after() -> None
         assert torch.allclose(given, -wanted, rtol=0, atol=1e-12), name
     far = teacher_advantages(np.array([-5.0, 0.0, 2.0, -1e4, 1e4]), "jensen_shannon")
     assert far == pytest.approx([-0.6864, 0.0, 1.4338, -0.6931, 1e4 - 0.6931], abs=1e-4)
-
-
-@pytest.mark.slow
-def test_prefix_weights_are_those_of_the_example_and_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's loss is -mean of w A log p: with log p = -1 / w A ... its gradient by log p is -w A / N."""
-    assert prefix_weights(np.array([1.0, -3.0, 0.0]), 0.5) == pytest.approx([1.5, 1.375, 1.0])
-    assert prefix_weights(np.zeros(2), 0.5) == pytest.approx([1.5, 1.5])
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    from trl.experimental.iw_opd import IWOPDTrainer
-
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 6, 11, generator=generator).requires_grad_()
-    tokens = torch.randint(0, 11, (1, 6), generator=generator)
-    theirs = -3 * torch.rand(1, 6, generator=generator)
-    ours = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    trainer: Any = SimpleNamespace(
-        temperature=1.0,
-        iw_opd_gamma=0.5,
-        iw_opd_epsilon=1e-8,
-        model=SimpleNamespace(training=True),
-        _metrics={"train": defaultdict(list)},
-    )
-    loss = IWOPDTrainer._compute_iw_opd_loss(trainer, logits, tokens, tokens, theirs)
-    ratio = (theirs - ours.detach())[0].double().numpy()
-    weights = torch.from_numpy(ratio * prefix_weights(ratio, 0.5)).float()
-    mine = -(weights * ours[0]).mean()
-    [expected] = torch.autograd.grad(loss, logits, retain_graph=True)
-    [found] = torch.autograd.grad(mine, logits)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 # --- a teacher behind a server ----------------------------------------------------------------------------------------
@@ -515,7 +479,7 @@ def test_a_run_without_rewards_or_judge_distils_and_goes_on_where_it_was(project
 def test_saved_and_loaded_the_next_step_is_bit_identical(loss: str, directory: Path, tmp_path: Path) -> None:
     """Contract 6: a teacher is the same model, or an average that the checkpoint holds."""
     weights, other = tiny_weights(), tiny_weights()
-    config = distill(directory, prefix_weight=0.5) if loss == "distill" else sdpo(reward_weight=0.5)
+    config = distill(directory) if loss == "distill" else sdpo(reward_weight=0.5)
     group = [explained(weights, "a", 1.0, "took a"), explained(weights, "zz", 0.0, "none of them", index=1)]
     first, second = learner(weights, config), learner(other, config)
     first.step([group])

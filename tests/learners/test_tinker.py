@@ -239,7 +239,6 @@ def test_sdk_0_24_1_takes_the_same_steps(
 REFUSED = {
     "loss.kl=0.1": "loss.kl: cannot be expressed",
     "loss.off_policy={name: truncate}": "loss.off_policy: cannot be expressed",
-    "loss.entropy_floor=0.1": "loss.entropy_floor: cannot be expressed",
     "loss=ppo": "needs more of the model",
     "train.max_kl=0.1": "train.max_kl: draws weights back",
     "model.quantize=4bit": "leaves the base model to the server",

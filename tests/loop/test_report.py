@@ -224,7 +224,7 @@ def test_a_run_that_is_stuck_at_a_low_reward_is_found() -> None:
     assert (found["no_signal"].step, found["no_signal"].until) == (9, 30)
     assert found["no_signal"].text.startswith("83% of the groups of steps 9 to 30 had no signal: equal rewards within")
     collapsed = found["entropy_collapse"]
-    assert collapsed.step <= 9 and collapsed.until == 30 and "loss.entropy_floor" in str(collapsed)
+    assert collapsed.step <= 9 and collapsed.until == 30 and "train.max_kl" in str(collapsed)
     assert re.fullmatch(
         r"entropy fell from 0\.69 nats in steps 1 to 5 to 0\.1\d* in steps \d to 30, and the reward stood still, .*",
         collapsed.text,
@@ -338,7 +338,7 @@ def test_a_short_run_with_one_answer_left_is_frozen_and_told_once_while_it_lasts
     [found] = find(History(_updates(**plain), []))
     assert (found.kind, found.step, found.until) == ("frozen", 7, 8)
     assert "the entropy is 0.1 nats, reward 0.460; stuck: pool.booking 0.25" in found.text
-    places = [found.cure.index(word) for word in ("train.max_kl", "scale_advantages", "entropy_floor", "best-of")]
+    places = [found.cure.index(word) for word in ("train.max_kl", "scale_advantages", "best-of")]
     assert places == sorted(places)
     for others in (
         {"no_signal_share": [0.5] * 7 + [1.0]},  # one step may be chance

@@ -113,9 +113,6 @@ class BaseLossConfig(Section):
     mean_over: MeanOver = "all"
     """The averaged trajectories. `all`: every finished trajectory in the step; little signal makes a small step.
     `trained`: only groups with signal; such a step is full-sized and noisier."""
-    entropy_floor: PositiveFloat | None = None
-    """The loss rewards entropy while the mean entropy in nats per token is below this. The coefficient grows by
-    0.005 in each step below the floor, and falls by it in other steps (Skywork-OR1, arXiv:2505.22312). null: off."""
 
     @property
     def needs_rewards(self) -> bool:
@@ -303,9 +300,6 @@ class DistillConfig(TaughtLossConfig):
 
     name: Literal["distill"]
     teacher: TeacherConfig
-    prefix_weight: NonNegative = 0.0
-    """The additional weight of tokens before the policy departs from the teacher (IW-OPD, Xie et al. 2026,
-    arXiv:2606.22600)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from super().conflicts()

@@ -60,21 +60,6 @@ def student_logprobs(samples: Sequence[Sample], policy: Read) -> list[Floats]:
     return found
 
 
-def prefix_weights(log_ratios: Floats, gamma: float) -> Floats:
-    """Returns [N] 1 + gamma * (1 - D_t), where D_t is the share of the sequence's |log ratios| before token t.
-
-    IW-OPD, Xie et al. 2026 (arXiv:2606.22600), algorithm 1: a teacher's logprobs are less instructive once the text has
-    left the teacher's distribution. The initial weight is 1 + gamma. Example: ratios 1, -3, 0 and gamma 0.5 give 1.5,
-    1.375, 1.
-    """
-    sizes = np.abs(log_ratios)
-    total = sizes.sum()
-    if total == 0:
-        return np.full(len(sizes), 1 + gamma)
-    weights: Floats = 1 + gamma * (1 - (np.cumsum(sizes) - sizes) / total)
-    return weights
-
-
 def teacher_advantages(log_ratios: Floats, divergence: Literal["reverse_kl", "jensen_shannon"]) -> Floats:
     """Returns [N] advantages whose policy gradient lowers the divergence of student p and teacher q, where r = log q/p.
 
@@ -141,12 +126,8 @@ class TaughtPreset(ClippedPreset[TaughtKnobs]):
         """`log_ratios`: [N] log teacher - log student per sample, for the targets."""
         row = np.full(sum(turn_sizes(trajectory)), np.nan)
         for sample, ratios in zip(samples, log_ratios, strict=True):
-            row[sample.indexes] = self._advantages(ratios)
+            row[sample.indexes] = teacher_advantages(ratios, self.knobs.divergence)
         return Lesson(row, np.concatenate([np.empty(0), *log_ratios]))
-
-    def _advantages(self, log_ratios: Floats) -> Floats:
-        """Returns [N] the advantages for one sample's tokens."""
-        return teacher_advantages(log_ratios, self.knobs.divergence)
 
     def _reward_parts(self, group: Sequence[ScoredTrajectory]) -> Sequence[float | None]:
         weight = self.knobs.reward_weight
@@ -164,7 +145,7 @@ class Distill(TaughtPreset[loss_config.DistillConfig]):
 
     A_t = log teacher(y_t | y_<t) - log student(y_t | y_<t), detached, both at the sampling temperature. Its expectation
     over the student's tokens is the gradient of -KL(student || teacher), token by token. As in the original, a token is
-    not charged for later consequences. `prefix_weight` multiplies it by IW-OPD's weights, sequence by sequence.
+    not charged for later consequences.
     """
 
     _teacher: "Teacher"
@@ -186,6 +167,3 @@ class Distill(TaughtPreset[loss_config.DistillConfig]):
             trajectory.id: self._lesson(trajectory, samples, [next(values) for _ in samples])
             for trajectory, samples in zip(trajectories, samples_of, strict=True)
         }
-
-    def _advantages(self, log_ratios: Floats) -> Floats:
-        return super()._advantages(log_ratios) * prefix_weights(log_ratios, self.knobs.prefix_weight)

@@ -24,8 +24,6 @@ class LossTerms(NamedTuple):
     shares: Tensor  # [4, N] the terms' factors in the components' means
     importance: Tensor | None = None  # [N] objective weights (off_policy.py); 0 drops the term
     reference: Tensor | None = None  # [N] logprobs under the reference policy, if any term is in reference_kl
-    entropies: Tensor | None = None  # [N] entropy in nats where the term was sampled, with gradient, for a bonus
-    entropy_bonus: float = 0.0  # reward per nat of entropy
     values: Tensor | None = None  # [N] the critic's value before each token; carries the gradient
 
     def terms_in(self, row: Row) -> Tensor:
@@ -45,7 +43,6 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
     """Returns the sum over terms of
 
         share * importance * objective      in policy
-        share * -bonus * entropy            in policy
         share * weight * -log p             in cross_entropy
         share * weight * k3                 in reference_kl
         share * error                       in value
@@ -61,10 +58,6 @@ def pack_loss(algorithm: Algorithm, terms: LossTerms) -> PackLoss:
         values = objective.values if terms.importance is None else objective.values * terms.importance[policy]
         parts = parts.index_add(0, policy, values * terms.shares[Row.POLICY, policy])
         is_clipped = objective.is_clipped
-    if terms.entropies is not None:
-        parts = parts.index_add(
-            0, policy, -terms.entropy_bonus * terms.entropies[policy] * terms.shares[Row.POLICY, policy]
-        )
     if terms.reference is not None:
         divergence = k3(terms.new[near], terms.reference[near])
         factors = terms.weights[Row.REFERENCE_KL, near] * terms.shares[Row.REFERENCE_KL, near]

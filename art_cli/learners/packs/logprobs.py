@@ -22,7 +22,7 @@ Head = Callable[[Tensor], Tensor]  # [n, H] -> [n, V] logits; any module: linear
 
 class TokenScores(NamedTuple):
     logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits / temperature); carries the gradient
-    entropies: Tensor  # [E] nats, entropy of the same distribution; detached unless `entropy_gradient` was set
+    entropies: Tensor  # [E] nats, entropy of the same distribution; detached
     raw_logprobs: Tensor  # [E] nats, log p of the targets under softmax(logits); detached
     values: Tensor | None = None  # [E] the critic's value before each target; None without critic
 
@@ -34,21 +34,20 @@ def token_scores(
     temperatures: Tensor,
     *,
     chunk_logits: int | None = None,
-    entropy_gradient: bool = False,
 ) -> TokenScores:
     """Scores `targets` [E] given `hidden` [E, H] and positive `temperatures` [E]. Zero rows give empty tensors.
 
     log p(x) = z_x / t - log sum_v exp(z_v / t), with gradient (1[v = x] - p_v) / t for z_v. The head's parameters also
-    get gradients. With `entropy_gradient`, each entropy H carries the gradient -p_v (log p_v + H) / t. Example: logits
-    0 and log 3, target 1, t = 1 give log 3/4. Pass the temperatures on the CPU to avoid a GPU synchronization.
+    get gradients. Example: logits 0 and log 3, target 1, t = 1 give log 3/4. Pass the temperatures on the CPU to avoid
+    a GPU synchronization.
     """
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     trained = [p for p in head.parameters() if p.requires_grad] if isinstance(head, torch.nn.Module) else []
     is_frozen = isinstance(head, torch.nn.Module) and not trained
     rows = _rows_per_chunk(hidden, head, chunk_logits)
-    if wants_gradient and is_frozen and not entropy_gradient:
+    if wants_gradient and is_frozen:
         return TokenScores(*_FrozenHead.apply(hidden, head, targets, temperatures, rows))  # type: ignore[no-untyped-call]
-    given = (hidden, head, targets, temperatures, rows, entropy_gradient, *trained)
+    given = (hidden, head, targets, temperatures, rows, *trained)
     return TokenScores(*_TrainedHead.apply(*given))  # type: ignore[no-untyped-call]
 
 
@@ -67,7 +66,6 @@ class _TrainedHead(torch.autograd.Function):
         targets: Tensor,
         temperatures: Tensor,
         rows: int,
-        entropy_gradient: bool,
         *trained: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores = _Scores(hidden, temperatures)
@@ -75,16 +73,14 @@ class _TrainedHead(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             scores.fill(chunk, head(hidden[chunk]).float(), targets[chunk])
-        ctx.save_for_backward(hidden, targets, temperatures, scores.log_sums, scores.entropies)
+        ctx.save_for_backward(hidden, targets, temperatures, scores.log_sums)
         ctx.head, ctx.trained, ctx.rows, ctx.is_tempered = head, trained, rows, scores.is_tempered
-        ctx.entropy_gradient = entropy_gradient
-        fixed = [scores.raw_logprobs] if entropy_gradient else [scores.entropies, scores.raw_logprobs]
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(scores.entropies, scores.raw_logprobs)
         return scores.logprobs, scores.entropies, scores.raw_logprobs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_entropies: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        hidden, targets, temperatures, log_sums, entropies = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        hidden, targets, temperatures, log_sums = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         sums: list[Tensor | None] = [None] * len(ctx.trained)
         scaled = grad / temperatures
@@ -98,17 +94,13 @@ class _TrainedHead(torch.autograd.Function):
             if ctx.is_tempered:
                 slope.div_(temperatures[chunk, None])
             slope.sub_(log_sums[chunk, None])  # log p
-            factors = -scaled[chunk, None]
-            if ctx.entropy_gradient:
-                scaled_entropies = (grad_entropies / temperatures)[chunk, None]
-                factors = factors - scaled_entropies * (slope + entropies[chunk, None])
-            slope.exp_().mul_(factors)
+            slope.exp_().mul_(-scaled[chunk, None])
             slope.scatter_add_(1, targets[chunk, None], scaled[chunk, None])
             inputs = [leaf, *ctx.trained]
             grad_hidden[chunk], *parts = torch.autograd.grad(logits, inputs, slope.to(logits.dtype), allow_unused=True)
             pairs = zip(sums, parts, strict=True)
             sums = [before if part is None else part if before is None else before.add_(part) for before, part in pairs]
-        return grad_hidden, None, None, None, None, None, *sums
+        return grad_hidden, None, None, None, None, *sums
 
 
 class _FrozenHead(torch.autograd.Function):

@@ -9,7 +9,6 @@ The value head is a linear layer that maps the policy's last hidden state to a c
 
 import contextlib
 import copy
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -158,22 +157,21 @@ class PackRunner:
         is_apart = self.ranks.size == 1 and self.can_pack is True and not any(map(self._checkpoints, packs))
         return self._is_small and is_apart
 
-    def run(self, pack: Pack, *, entropy_gradient: bool = False) -> TokenScores:
-        """Returns [E] scores for the pack's edges. `entropy_gradient`: the entropies carry a gradient, too."""
+    def run(self, pack: Pack) -> TokenScores:
+        """Returns [E] scores for the pack's edges."""
         with contextlib.ExitStack() as stack:
             if self._checkpoints(pack):
                 stack.enter_context(_checkpointing_layers(self.model))
             if not self.can_pack:
-                return self._run_plain(pack, entropy_gradient)
-            run = functools.partial(self._run_packed, entropy_gradient=entropy_gradient)
-            return self.ranks.forward(self.model, run, pack)
+                return self._run_plain(pack)
+            return self.ranks.forward(self.model, self._run_packed, pack)
 
     def _checkpoints(self, pack: Pack) -> bool:
         """Returns whether the backward pass recomputes the pack's activations instead of keeping them."""
         setting = self.config.gradient_checkpointing
         return isinstance(setting, int) and bool(setting) and len(pack.token_ids) >= setting and torch.is_grad_enabled()
 
-    def _run_packed(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
+    def _run_packed(self, pack: Pack) -> TokenScores:
         backbone = self.model.base_model
         if self.weights.device.type == "cpu" and is_shape_costly(self.weights.dtype):
             pack = padded(pack)
@@ -189,10 +187,10 @@ class PackRunner:
         if len(hidden) == len(tree.rows):
             positions = torch.searchsorted(tree.rows, positions)
         hidden = hidden[positions]  # [E, H]
-        scores = self._score(hidden, self.model.get_output_embeddings(), pack, entropy_gradient)
+        scores = self._score(hidden, self.model.get_output_embeddings(), pack)
         return scores if self.value_head is None else scores._replace(values=self.value_head(hidden))
 
-    def _run_plain(self, pack: Pack, entropy_gradient: bool) -> TokenScores:
+    def _run_plain(self, pack: Pack) -> TokenScores:
         starts, ends, _, parents = pack.segments
         assert all(parent < 0 for parent in parents), "a shared pack cannot be run one sample at a time"
         # the ascending positions, split at the row boundaries
@@ -203,7 +201,7 @@ class PackRunner:
         ]
         logits = rows[0][0] if len(rows) == 1 else torch.cat([logits for logits, _ in rows])
         # the inputs are already logits, so the head only copies them
-        scores = self._score(logits, torch.clone, pack, entropy_gradient)
+        scores = self._score(logits, torch.clone, pack)
         if self.value_head is None:
             return scores
         return scores._replace(values=self.value_head(torch.cat([hidden for _, hidden in rows])))
@@ -228,10 +226,10 @@ class PackRunner:
             raise LearnerError(f"{name} hides the hidden states that a value head needs: choose another loss")
         return logits, hidden[0][0, chosen]
 
-    def _score(self, hidden: Tensor, head: Any, pack: Pack, entropy_gradient: bool) -> TokenScores:
+    def _score(self, hidden: Tensor, head: Any, pack: Pack) -> TokenScores:
         temperatures = torch.from_numpy(pack.edges.temperatures).float()
         targets = self._tensor(pack.edges.targets)
-        return token_scores(hidden, head, targets, temperatures, entropy_gradient=entropy_gradient)
+        return token_scores(hidden, head, targets, temperatures)
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self.weights.device)

@@ -35,7 +35,6 @@ class Update(NamedTuple):
     # [N] per pack: the terms' logprobs under the sampling weights; None: the current weights sampled them
     before: Sequence[Tensor | None]
     has_unknown: bool  # whether some policy tokens lack comparable engine logprobs
-    entropy_bonus: float = 0.0  # reward per nat of entropy, for every token in the policy component
 
 
 class _Computed(NamedTuple):
@@ -63,20 +62,15 @@ class LossGradient:
         self.correction, self.mean_over = correction, mean_over
         self._is_to_engine = correction is None and not algorithm.has_sample_ratio  # the ratios' old probability
 
-    def plan(
-        self, samples: Sequence[Sample], finished: FinishedCounts | None = None, *, entropy_bonus: float = 0.0
-    ) -> Update:
-        """Returns the update. `finished` is its part of the step's finished trajectories (default: count the samples).
-
-        `entropy_bonus` is the reward per nat of entropy.
-        """
+    def plan(self, samples: Sequence[Sample], finished: FinishedCounts | None = None) -> Update:
+        """Returns the update. `finished` is its part of the step's finished trajectories (default: the samples)."""
         packs, counts = self.runner.deal(samples), count(samples, finished)
         if counts[Row.VALUE].tokens and self.runner.value_head is None:
             raise LearnerError("credit: value targets need a critic, which only loss=ppo has")
         if counts[Row.REFERENCE_KL].tokens and not self.runner.weights.has_adapter:
             raise LearnerError("credit: reference_kl needs a reference, the model without its adapter: set model.lora")
         has_unknown = any(np.isnan(sample.logprobs[~np.isnan(sample.advantages)]).any() for sample in samples)
-        return Update(packs, counts, [None] * len(packs), has_unknown, entropy_bonus)
+        return Update(packs, counts, [None] * len(packs), has_unknown)
 
     def look_ahead(self, update: Update, at: Pass, *, always: bool = False) -> Update:
         """Returns the update with its packs' logprobs at the current weights, if the loss needs them after an update.
@@ -159,7 +153,7 @@ class LossGradient:
         if update.counts[Row.REFERENCE_KL].tokens:
             with torch.no_grad(), self.runner.weights.adapter_off():
                 reference = self.runner.run(pack).logprobs[edges]
-        scores = self.runner.run(pack, entropy_gradient=update.entropy_bonus > 0)
+        scores = self.runner.run(pack)
         new = scores.logprobs[edges]
         before = new.detach() if before is None else before
         engine = self._tensor(pack.terms.logprobs).float()
@@ -175,8 +169,6 @@ class LossGradient:
             shares=self._tensor(self._shares(pack.samples, update.counts)[:, pack.terms.samples]).float(),
             importance=None if self.correction is None else self.correction(sampled),
             reference=reference,
-            entropies=scores.entropies[edges] if update.entropy_bonus > 0 else None,
-            entropy_bonus=update.entropy_bonus,
             values=None if scores.values is None else scores.values[edges],
         )
         return _Computed(scores, terms, pack_loss(self.algorithm, terms))

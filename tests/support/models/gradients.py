@@ -30,7 +30,6 @@ P = ParamSpec("P")
 Found = TypeVar("Found")
 
 MAX_TOKENS = 16
-BONUS = 0.3  # reward of a nat of entropy, where the loss has a floor
 
 
 def learner(weights: Weights, loss: LossConfig | AlgorithmConfig | None = None, **knobs: object) -> TorchLearner:
@@ -119,8 +118,6 @@ def reference_gradient(
             terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - loss.clip, 1 + high) * advantage)
         if isinstance(loss.off_policy, TruncateConfig):
             terms = terms * (new.detach() - engine).exp().clamp(max=loss.off_policy.cap)
-        if loss.entropy_floor:
-            terms = terms - BONUS * chosen_entropies(weights, ids, places)
         if loss.kl:
             with torch.no_grad(), weights.adapter_off():
                 reference = chosen_logprobs(weights, ids, places)
@@ -141,13 +138,6 @@ def chosen_logprobs(weights: Weights, ids: list[int], places: list[tuple[int, Tu
     """[N] the logprob of each place's token, at the temperature of the turn that sampled it."""
     rows = {t.temperature: logprobs_of(weights, ids, t.temperature) for _, t, _ in places}
     return torch.stack([rows[t.temperature][place - 1] for place, t, _ in places])
-
-
-def chosen_entropies(weights: Weights, ids: list[int], places: list[tuple[int, Turn, int]]) -> torch.Tensor:
-    """[N] the entropy of the distribution that each place's token was sampled from."""
-    logits = weights.model(torch.tensor([list(ids)])).logits[0]
-    rows = torch.stack([(logits[place - 1] / t.temperature).log_softmax(-1) for place, t, _ in places])
-    return -(rows.exp() * rows).sum(-1)
 
 
 def leaves(turns: list[Turn]) -> list[tuple[list[int], list[tuple[int, Turn, int]]]]:
