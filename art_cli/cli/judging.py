@@ -162,8 +162,6 @@ def as_text(summary: Summary) -> str:
         tokens = summary.prompt_tokens + summary.completion_tokens
         paid = f"{summary.calls} calls, {tokens:,} tokens, {dollars(summary.cost_usd)}"
         lines.append(f"  {paid}; {summary.cached_votes} votes from the cache")
-    if summary.asked_again:
-        lines.append(f"  {summary.asked_again} groups were asked again, because their votes did not tell them apart")
     if summary.skipped:
         lines.append(f"  {summary.skipped} groups skipped: a single attempt cannot be compared")
     owed = [item for item in summary.owed_because.items() if item[1] != summary.stopped]
@@ -220,11 +218,9 @@ def dry_run(
     for group in owed:
         total += _estimate_group(judge, source, group) or CostEstimate()
     threads.run(judge.close())
-    noise = judge.noise
-    again = f"; up to {noise.ask_again + 1} times that with judge.noise.ask_again" if noise and noise.ask_again else ""
     price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} plus the model's thoughts"
     text = (
         f"{len(owed)} groups to judge: {total.calls} calls ({total.cached} votes are in the cache), "
-        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}{again}"
+        f"about {total.prompt_tokens:,} tokens in and {total.completion_tokens:,} out, {price}"
     )
     print_result({"groups": len(owed), **msgspec.structs.asdict(total)}, text, as_json)

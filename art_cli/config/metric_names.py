@@ -69,7 +69,6 @@ NEEDS: dict[str, Need] = {
         ),
     ),
     **dict.fromkeys(("reliability", "num_unreliable", "reward_corrected"), ("judge.noise", _knows_noise)),
-    **dict.fromkeys(("num_asked_again", "judge_again_tokens", "judge_again_usd"), ("judge.noise", _knows_noise)),
     **dict.fromkeys(
         ("judge_calls", "judge_tokens", "judge_usd", "run_usd"), ("a judge that makes calls, as ruler", judge_costs)
     ),

@@ -9,7 +9,7 @@ a judge cannot score a group, it raises JudgeError and the group stays owed.
     providers/       clients for judge models, with retries
     costs.py         usage, prices, estimates, budget
     retirement.py    shutdown dates of hosted models
-    judge_groups.py  judges one group, or many concurrently; extra rounds of votes for noisy groups
+    judge_groups.py  judges one group, or many concurrently
     trial.py         API keys, and the trial question of `art check`
     shadow_judges.py extra judges whose scores are recorded but not trained on
     files/           judges a file into another file, with resume
@@ -27,7 +27,6 @@ import msgspec
 
 from art_cli.judges.costs import CostEstimate, Usage
 from art_cli.runs.trajectory import Score, Trajectory
-from art_cli.runtime.errors import UsageError
 from art_cli.runtime.plugins import resolve
 
 if TYPE_CHECKING:
@@ -76,9 +75,6 @@ class Judge:
     """Dollars spent by earlier processes of the same job, if recorded."""
     is_priced: bool = True
     """Whether all call prices are known."""
-    has_rounds: bool = False
-    """Whether `judge_again` is supported."""
-
     compares: bool = False
     """Whether rewards are only comparable within a group. If False, all groups share one scale."""
 
@@ -98,12 +94,8 @@ class Judge:
         """Returns a verdict for every trajectory id. An empty group gives an empty mapping. Raises JudgeError."""
         raise NotImplementedError
 
-    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """Returns verdicts from the votes of `num_rounds` (2 or more) rounds together.
-
-        Earlier rounds are not paid for again. Raises JudgeError.
-        """
-        raise NotImplementedError
+    def reseed(self) -> None:
+        """Makes later verdicts independent of earlier ones, for a judge that caches its answers."""
 
     def of(self, group: Sequence[Trajectory]) -> "Judge":
         """Returns the judge for this group. Only SourceJudges returns a different judge per group."""
@@ -155,8 +147,6 @@ def make_judge(config: "JudgeConfig", directory: Path, *, job: str = "") -> Judg
     """
     judge: Judge = judge_class(config, directory)(config, directory, job=job)
     judge.noise = None if config.name == "none" else config.noise
-    if judge.noise is not None and judge.noise.ask_again and not judge.has_rounds:
-        raise UsageError(f"judge.noise.ask_again: judge {config.name!r} has no extra votes (Judge.judge_again)")
     return judge
 
 

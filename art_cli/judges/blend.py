@@ -4,9 +4,8 @@ If one judge fails, the group stays owed, because a mean over the other judges w
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
@@ -68,6 +67,10 @@ class SeveralJudges(Judge):
     def lacks_value(self, trajectory: Trajectory) -> bool:
         return any(judge.lacks_value(trajectory) for judge in self.judges.values())
 
+    def reseed(self) -> None:
+        for judge in self.judges.values():
+            judge.reseed()
+
     async def open(self) -> None:
         for judge in self.judges.values():
             await judge.open()
@@ -88,7 +91,6 @@ class BlendJudge(SeveralJudges):
         super().__init__(config, directory, job=job, judges=judges)
         self.weights = config.blend
         self.compares = any(judge.compares for judge in self.judges.values())
-        self.has_rounds = any(judge.has_rounds for judge in self.judges.values())
 
     @property
     def settings(self) -> str:
@@ -101,23 +103,7 @@ class BlendJudge(SeveralJudges):
 
         Component judges without a variance always give the same reward and add no variance.
         """
-        return await self._judge(group, [judge.judge(group) for judge in self.judges.values()])
-
-    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """As `judge`, with `num_rounds` rounds for component judges with votes."""
-        return await self._judge(
-            group,
-            [
-                judge.judge_again(group, num_rounds) if judge.has_rounds else judge.judge(group)
-                for judge in self.judges.values()
-            ],
-        )
-
-    async def _judge(
-        self, group: Sequence[Trajectory], asked: Sequence[Coroutine[Any, Any, Mapping[str, Verdict]]]
-    ) -> Mapping[str, Verdict]:
-        """`asked` has one pending answer per component judge."""
-        results = await asyncio.gather(*asked, return_exceptions=True)
+        results = await asyncio.gather(*(judge.judge(group) for judge in self.judges.values()), return_exceptions=True)
         answers: dict[str, Mapping[str, Verdict]] = {}
         for name, result in zip(self.judges, results, strict=True):
             if isinstance(result, BaseException):

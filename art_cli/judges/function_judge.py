@@ -57,7 +57,6 @@ class FunctionJudge(Judge):
             raise UsageError(f"judge.options: {config.entry} is a function, and only a class is made with options")
         self._source = _digest(config.entry, directory, config.options)
         self.in_flight, self.needs_reward = self._own.in_flight, self._own.needs_reward
-        self.has_rounds = self._own.has_rounds
         self._loop, self._slots = LoopThread("judge"), asyncio.Semaphore(max(1, self.in_flight))
 
     def _make(self, found: type, options: Mapping[str, Any]) -> Judge:
@@ -79,18 +78,17 @@ class FunctionJudge(Judge):
         """Raises JudgeError if the code fails, times out, or omits a finite reward for any trajectory."""
         if not group:
             return {}
-        return self._check(await self._call(self._function, copy.deepcopy(list(group))), group)
+        return self._check(await self._call(copy.deepcopy(list(group))), group)
 
-    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """As `judge`, for a user's class with rounds of votes."""
-        return self._check(await self._call(self._own.judge_again, copy.deepcopy(list(group)), num_rounds), group)
+    def reseed(self) -> None:
+        self._own.reseed()
 
-    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _call(self, group: list[Trajectory]) -> Any:
         try:
             async with self._slots, asyncio.timeout(self.timeout_s) as limit:
-                if inspect.iscoroutinefunction(function):
-                    return await self._loop.run(function(*arguments))
-                return await call_in_thread(function, *arguments)
+                if inspect.iscoroutinefunction(self._function):
+                    return await self._loop.run(self._function(group))
+                return await call_in_thread(self._function, group)
         except JudgeError:  # deliberately raised by user code
             raise
         except asyncio.CancelledError as error:

@@ -21,7 +21,6 @@ class SourceJudges(Judge):
         self._each = list({id(judge): judge for judge in judges.values()}.values())
         self.spent_usd = sum(judge.spent_usd for judge in self._each)
         self.is_priced = all(judge.is_priced for judge in self._each)
-        self.noise = next((judge.noise for judge in self._each if judge.noise and judge.noise.ask_again), None)
 
     def of(self, group: Sequence[Trajectory]) -> Judge:
         """Raises JudgeError for an unknown source."""
@@ -36,6 +35,10 @@ class SourceJudges(Judge):
 
     def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
         return self.of(group).estimate(group)
+
+    def reseed(self) -> None:
+        for judge in self._each:
+            judge.reseed()
 
     async def open(self) -> None:
         for judge in self._each:

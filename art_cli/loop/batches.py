@@ -286,8 +286,6 @@ class Batches:
         numbers = _rollout_numbers(played) | self._concurrency() | {"settled_share": settled_share(groups)}
         if self.config.learner.trains_weights:  # a prompt learner always samples with the weights of step 0
             numbers |= _staleness(played.groups.done, played.step)
-        if self.judge.noise is not None and self.judge.noise.ask_again:
-            numbers |= _asked_again(groups)
         numbers |= shadow_numbers(groups, self.config) | cascade_numbers(groups, self.config) | _models_returned(groups)
         if self.config.learner.trains_weights:  # a prompt learner ignores reliability
             numbers |= reliability_numbers(trained)
@@ -379,23 +377,6 @@ def _models_returned(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, 
 
 def _num_tokens(trajectories: Sequence[Trajectory]) -> int:
     return sum(each.num_sampled or round(each.metrics.get("num_completion", 0)) for each in trajectories)
-
-
-def _asked_again(groups: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
-    """Counts groups with extra rounds of votes, and the rounds' cost, without dollars if a price is unknown.
-
-    Counting scored lines includes the costs of steps that were killed.
-    """
-    asked = [[each.again for each in members if each.again is not None] for members in groups]
-    every = [again for members in asked for again in members]
-    numbers: dict[str, float] = {
-        "num_asked_again": sum(map(bool, asked)),
-        "judge_again_tokens": round(math.fsum(again.tokens for again in every)),
-    }
-    costs = [again.cost_usd for again in every if again.cost_usd is not None]
-    if len(costs) == len(every):
-        numbers["judge_again_usd"] = math.fsum(costs)
-    return numbers
 
 
 def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:

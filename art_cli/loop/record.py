@@ -34,10 +34,10 @@ OPEN = ("model.dtype", "train.learning_rate", "train.max_kl", "loss.baseline")
 # a run keeps its values when the defaults change
 KEPT = ("train.max_kl", "loss.scale_advantages", "loss.baseline", "rollout.group_size", "rollout.groups_per_step")
 OLDER = {"loss.baseline": "group"}  # values of runs whose record lacks the key
-# keys that `loss`, `algorithm` and `rollout` had in older versions -> their defaults, which changed nothing
+# keys of older versions in `loss`, `algorithm`, `rollout` and `judge.noise` -> their defaults, which changed nothing
 GONE = {
     **dict.fromkeys(("clip_cov", "kl_cov", "replay", "entropy_floor")),
-    **{"kl_cov_weight": 1.0, "entropy_step": 0.005, "prefix_weight": 0.0},
+    **{"kl_cov_weight": 1.0, "entropy_step": 0.005, "prefix_weight": 0.0, "ask_again": 0},
 }
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
@@ -199,9 +199,15 @@ def read_record(run: RunDir) -> Record:
     rollouts = record.pop("rollouts", None)
     if isinstance(train := record.get("train", {}), dict):
         record["train"] = train | {"learning_rate": _rate(record)}
-    for key in ("loss", "algorithm", "rollout"):
-        if isinstance(section := record.get(key), dict):
-            record[key] = {name: value for name, value in section.items() if GONE.get(name, ...) != value}
+    for key in ("loss", "algorithm", "rollout", "judge"):
+        record |= {key: _without_gone(record[key])} if key in record else {}
     with contextlib.suppress(ValidationError):  # invalid values show up as differences
         record = RunConfig.model_validate(record).model_dump(mode="json")
     return Record(record, changes, rollouts if isinstance(rollouts, dict) else {})
+
+
+def _without_gone(section: Any) -> Any:
+    if not isinstance(section, dict):
+        return section
+    kept = {name: value for name, value in section.items() if GONE.get(name, ...) != value}
+    return {name: value if name in ("args", "options") else _without_gone(value) for name, value in kept.items()}

@@ -24,7 +24,6 @@ from art_cli.config.compose import LoadedConfig
 from art_cli.config.config_identity import config_hash, speed_hash
 from art_cli.config.schema import NoTrackerConfig, RulerJudgeConfig, RunConfig
 from art_cli.engines import Engine
-from art_cli.judges import Judge
 from art_cli.judges.agreement import VoteReliability, vote_reliability
 from art_cli.judges.blend import AnySeveral, named_judges
 from art_cli.judges.costs import find_price
@@ -162,21 +161,18 @@ async def _judge_again(run: Run, groups: Groups, repeats: int | None) -> VoteRel
     if not finished:
         return None
     num = repeats or (2 if all(run.judge.estimate(members) is None for members in finished) else 1)
+    votes = [[[each.reward or 0.0] for each in members] for members in finished]
     try:
-        return vote_reliability([await _votes(run.judge.of(e), e, num) for e in finished]) if num > 1 else None
+        for _ in range(num - 1):
+            run.judge.reseed()
+            for members, found in zip(finished, votes, strict=True):
+                verdicts = await judge_in_time(run.judge.of(members), members)
+                for each, rewards in zip(members, found, strict=True):
+                    rewards.append(verdicts[each.id].reward)
     except JudgeError as error:
         log.warning("plan: the judge was asked again: %s", error)
         return None
-
-
-async def _votes(judge: Judge, members: Sequence[ScoredTrajectory], num: int) -> list[list[float]]:
-    """Returns `num` verdicts on each attempt, or `num` rounds of votes if the judge has rounds."""
-    if judge.has_rounds:
-        verdicts = await judge.judge_again(members, num)
-        votes = [[score.votes for score in verdicts[each.id].scores] for each in members]
-        return [max(each, key=len, default=[]) for each in votes]
-    again = [await judge_in_time(judge, members) for _ in range(num - 1)]
-    return [[each.reward or 0.0, *(verdicts[each.id].reward for verdicts in again)] for each in members]
+    return vote_reliability(votes) if num > 1 else None
 
 
 # --- played attempts -------------------------------------------------------------------------------------------------

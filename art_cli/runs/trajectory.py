@@ -1,4 +1,4 @@
-"""A run's records: Turn, Trajectory, Score, RewardNoise, AskedAgain, ScoredTrajectory, LearnedTrajectory, GroupRewards.
+"""A run's records: Turn, Trajectory, Score, RewardNoise, ScoredTrajectory, LearnedTrajectory, GroupRewards.
 
 Plain data without torch, files or network. The gateway records trajectories, judges score them, and the learner turns
 them into samples and records what it learned. `run_dir` reads and writes them as JSON lines.
@@ -219,18 +219,6 @@ class Reliability(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if self.is_left_out else self.scaled if is_scaled else self.share
 
 
-class AskedAgain(msgspec.Struct, frozen=True, kw_only=True):
-    """Additional voting rounds for a group whose first votes may be noise.
-
-    Example: AskedAgain(rounds=1, tokens=412.5, cost_usd=0.0003). Tokens and cost are one trajectory's share of these
-    rounds. The scores' own numbers include them.
-    """
-
-    rounds: int  # number of additional rounds, at least 1
-    tokens: float = 0.0  # prompt and completion tokens
-    cost_usd: float | None = None  # None if unknown
-
-
 class ScoredTrajectory(Trajectory, kw_only=True):
     """An unchanged trajectory with its final `reward` and all scores.
 
@@ -240,7 +228,6 @@ class ScoredTrajectory(Trajectory, kw_only=True):
     reward: float | None = None
     scores: list[Score] = []
     noise: RewardNoise | None = None  # None: the judge's errors are unknown
-    again: AskedAgain | None = None  # None: judged in a single round
     shadow: list[Score] = []  # scores from shadow judges, by judge name; never trained on
     # The group's reliability among all groups of its step. Not saved, because judges/reliability.py needs the whole
     # step to compute it. UNSET if the judge's errors are unknown or the group's rewards are equal.
@@ -321,13 +308,10 @@ def score_trajectory(
     *,
     settings: str | None = None,
     noise: RewardNoise | None = None,
-    again: AskedAgain | None = None,
 ) -> ScoredTrajectory:
     """Returns the trajectory as a ScoredTrajectory with all other fields unchanged."""
     fields = {name: getattr(trajectory, name) for name in Trajectory.__struct_fields__}
-    return ScoredTrajectory(
-        **fields, reward=reward, scores=list(scores), judge_settings=settings, noise=noise, again=again
-    )
+    return ScoredTrajectory(**fields, reward=reward, scores=list(scores), judge_settings=settings, noise=noise)
 
 
 def has_signal(rewards: Sequence[float]) -> bool:

@@ -61,8 +61,6 @@ NOISE = "judge.noise={false_positive: 0.2, false_negative: 0.1}"
         ((NOISE, "loss=gdpo", "loss.reward_parts={win: 1}"), "also learns from something else"),
         (("judge.noise={false_positive: 0.5, false_negative: 0.5}",), "must be below 1"),
         (("judge.noise={false_positive: 0.5}",), "or neither"),
-        (("judge.noise={false_positive: 0.1, false_negative: 0.1, ask_again: 1}",), "does not vote"),
-        (("judge.noise={ask_again: 1}",), "one score"),
     ],
 )
 def test_noise_that_cannot_be_used_is_refused(overrides: tuple[str, ...], told: str) -> None:

@@ -124,6 +124,15 @@ async def test_the_files_order_and_the_ids_change_nothing_that_is_asked(server: 
     assert len(server.asked) == 1 and judge.num_cached == 23
 
 
+async def test_after_a_reseed_the_same_group_is_asked_about_again(server: JudgeServer) -> None:
+    judge = make(server)
+    for _ in range(2):
+        await judge.judge(rated(QUALITIES))
+        judge.reseed()
+    await judge.close()
+    assert len(server.asked) == 2 and judge.num_cached == 0
+
+
 async def test_identical_attempts_are_shown_once_and_get_one_score(server: JudgeServer) -> None:
     found = await score(make(server), rated([0.3, 0.7, 0.3, 0.3]))
     assert found == own_scores([0.3, 0.7, 0.3, 0.3])

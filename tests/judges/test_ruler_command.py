@@ -68,7 +68,7 @@ def test_everything_of_a_trajectory_is_unchanged_and_a_failed_one_is_passed_on(s
     for row, out in zip(rows, sorted(scored(), key=lambda each: (each.group_id, each.index)), strict=True):
         plain = msgspec.to_builtins(out)
         given, reward, settings = (plain.pop(name) for name in ("scores", "reward", "judge_settings"))
-        assert plain.pop("noise") is plain.pop("again") is None and plain.pop("shadow") == []
+        assert plain.pop("noise") is None and plain.pop("shadow") == []
         assert plain == msgspec.to_builtins(row)
         assert (reward is None) == (row.error is not None) == (not given)
         assert settings and all(score["settings"] == settings for score in given)

@@ -20,7 +20,7 @@ from art_cli.engines import make_engine
 from art_cli.engines.vllm.arguments import VllmFacts, find_vllm
 from art_cli.loop.decide import MAX_KL, decide_by_base, decide_engine
 from art_cli.loop.engine_choice import AutoChoice, Machine, choose_engine
-from art_cli.loop.record import claim_config
+from art_cli.loop.record import claim_config, read_record
 from art_cli.models import loading, precision
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import ConfigError, EngineError, RunError, UsageError
@@ -459,3 +459,17 @@ def test_a_gpu_is_seen_without_torch() -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")
     assert Machine().has_gpu()
+
+
+def test_a_record_of_an_older_version_has_keys_that_are_gone(project: Path) -> None:
+    """With their defaults they make no difference; with other values they do."""
+    loaded = load_config(project / "config.yaml", ["judge.noise=votes", "judge=ruler", "judge.votes=2"])
+    run, plain = RunDir(project / "run"), loaded.config.model_dump(mode="json")
+    plain["loss"] |= {"entropy_floor": None, "kl_cov": None}
+    plain["judge"]["noise"] |= {"ask_again": 0}
+    run.root.mkdir()
+    run.config_path.write_text(json.dumps(plain))
+    assert read_record(run).config == loaded.config.model_dump(mode="json")
+    plain["loss"]["entropy_floor"] = 0.3
+    run.config_path.write_text(json.dumps(plain))
+    assert read_record(run).config["loss"]["entropy_floor"] == 0.3

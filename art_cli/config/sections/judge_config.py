@@ -47,9 +47,6 @@ class NoiseConfig(Section):
     min_reliability: UnitInterval = 0.0
     """Groups at or below this reliability are skipped, and count as groups without signal. Reliability is the true
     share of the reward differences. 0 skips groups with differences that vote noise explains."""
-    ask_again: Count = 0
-    """With votes: extra rounds of votes before skipping a group. Every round has the same number of votes, and all
-    votes count."""
 
     @property
     def is_from_votes(self) -> bool:
@@ -61,8 +58,6 @@ class NoiseConfig(Section):
             raise ValueError("set both 'false_positive' and 'false_negative', or neither")
         if (self.false_positive or 0.0) + (self.false_negative or 0.0) >= 1:
             raise ValueError("false_positive + false_negative must be below 1: otherwise the judge only guesses")
-        if self.ask_again and not self.is_from_votes:
-            raise ValueError("'ask_again' asks for extra votes, and a judge with flip rates does not vote")
         return self
 
 

@@ -134,12 +134,7 @@ def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
     """Returns whether both are equal except for reward and scores."""
     try:
         expected = score_trajectory(
-            trajectory,
-            scored.reward,
-            scored.scores,
-            settings=scored.judge_settings,
-            noise=scored.noise,
-            again=scored.again,
+            trajectory, scored.reward, scored.scores, settings=scored.judge_settings, noise=scored.noise
         )
         return expected == scored
     except RecursionError:
@@ -168,7 +163,6 @@ class Summary(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cost_usd: float | None  # cost of this session, if all prices are known
-    asked_again: int  # groups with extra rounds of votes in this session
     owed: int
     owed_because: dict[str, str]  # group id -> reason
     incomplete: dict[str, str]  # group id -> "2 of 4 attempts"
@@ -185,7 +179,7 @@ class Session:
         self.judge, self.source, self.path, self.is_partial = judge, source, path, is_partial
         self.groups = judgeable(source, is_partial=is_partial, least=least)
         self.num_skipped = len(judgeable(source, is_partial=is_partial)) - len(self.groups)
-        self.num_before = self.num_trajectories = self.num_failed = self.num_rewards = self.num_asked_again = 0
+        self.num_before = self.num_trajectories = self.num_failed = self.num_rewards = 0
         self.reward_sum = 0.0
 
     async def run(self, *, is_fresh: bool = False, progress: OnProgress | None = None) -> Summary:
@@ -224,7 +218,6 @@ class Session:
         self.num_failed += sum(trajectory.error is not None for trajectory in scored)
         self.num_rewards += len(rewards)
         self.reward_sum += sum(rewards)
-        self.num_asked_again += any(trajectory.again is not None for trajectory in scored)
 
     def _summary(self, done: JudgeProgress) -> Summary:
         usage = self.judge.usage
@@ -241,7 +234,6 @@ class Session:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cost_usd=usage.cost_usd,
-            asked_again=self.num_asked_again,
             owed=len(self.groups) - self.num_before - done.num_scored,
             owed_because=done.owed,
             incomplete={group.group_id: f"{group.count} of {group.size} attempts" for group in waiting},

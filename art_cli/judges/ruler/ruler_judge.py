@@ -91,16 +91,13 @@ class Voter:
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
-    async def score(self, group: JudgedGroup, *, settings: str, num_rounds: int = 1) -> list[Score]:
-        """Returns [A] the model's score for each attempt; `settings` is stored in every score. Raises JudgeError.
-
-        With several rounds, all votes count. Votes from earlier rounds come from the cache.
-        """
+    async def score(self, group: JudgedGroup, *, settings: str) -> list[Score]:
+        """Returns [A] the model's score for each attempt; `settings` is stored in every score. Raises JudgeError."""
         first, *others = group.parts(self._config.max_group)
-        scored, usage = await self._ask_about(group, first, num_rounds)
+        scored, usage = await self._ask_about(group, first)
         found = dict(zip(first, scored, strict=True))
         if others:
-            usage += await self._add_parts(group, first, others, found, num_rounds)
+            usage += await self._add_parts(group, first, others, found)
         return [self._write_score(found[index], usage, group, settings) for index in range(len(group.attempts))]
 
     async def _add_parts(
@@ -109,19 +106,13 @@ class Voter:
         first: Sequence[int],
         others: Sequence[list[int]],
         found: dict[int, AttemptVotes],
-        num_rounds: int,
     ) -> Usage:
-        """Adds votes for all other parts to `found`, mapped to the scale of the first part. Returns the usage.
-
-        Anchors are chosen from the first round's votes, so parts and prompts stay the same in later rounds.
-        """
+        """Adds votes for all other parts to `found`, mapped to the scale of the first part. Returns the usage."""
         count = votes.num_anchors(self._config.max_group)
-        reference = [
-            votes.aggregate(found[index].votes[: self._config.votes], self._config.aggregate) for index in first
-        ]
+        reference = [self._aggregate(found[index]) for index in first]
         anchors = [first[rank] for rank in votes.choose_anchors(reference, count)]
         usage = Usage()
-        asked = await all_of([self._ask_about(group, [*anchors, *part], num_rounds) for part in others])
+        asked = await all_of([self._ask_about(group, [*anchors, *part]) for part in others])
         for part, (marked, took) in zip(others, asked, strict=True):
             usage += took
             here = [self._aggregate(each) for each in marked[:count]]
@@ -131,17 +122,9 @@ class Voter:
         found |= {index: each.rescaled(scale) for index, each in found.items()}
         return usage
 
-    async def _ask_about(
-        self, group: JudgedGroup, indices: Sequence[int], num_rounds: int
-    ) -> tuple[list[AttemptVotes], Usage]:
+    async def _ask_about(self, group: JudgedGroup, indices: Sequence[int]) -> tuple[list[AttemptVotes], Usage]:
         """Returns [len(indices)] the votes on these attempts, shown together, and the usage."""
-        num_before = self._config.votes * (num_rounds - 1)
-        cast = await all_of(
-            [
-                self._vote(group, indices, vote, is_known=vote < num_before)
-                for vote in range(self._config.votes * num_rounds)
-            ]
-        )
+        cast = await all_of([self._vote(group, indices, vote) for vote in range(self._config.votes)])
         usage = sum((vote.usage for vote in cast), Usage())
         model = ", ".join(sorted({vote.model for vote in cast if vote.model})) or None
         return [
@@ -179,18 +162,13 @@ class Voter:
 
     # --- one vote -----------------------------------------------------------------------------------------------------
 
-    async def _vote(
-        self, group: JudgedGroup, indices: Sequence[int], vote: int, *, is_known: bool = False
-    ) -> StoredVote:
-        """Returns a usable answer on all these attempts. Raises JudgeError if every answer was unusable.
-
-        `is_known` marks votes from an earlier round of the same group, which do not count as cache hits.
-        """
+    async def _vote(self, group: JudgedGroup, indices: Sequence[int], vote: int) -> StoredVote:
+        """Returns a usable answer on all these attempts. Raises JudgeError if every answer was unusable."""
         first = self._prompt(group, indices, vote, ask=0)
         key = vote_key(self.member, first)
         async with self._locks.setdefault(key, asyncio.Lock()):  # identical groups wait and reuse the vote
             if stored := await patiently(lambda: self._cache.get(key, len(indices))):
-                self.num_cached += not is_known
+                self.num_cached += 1
                 return stored
             fresh = await self._ask_until_usable(group, indices, vote, first)
             await patiently(lambda: self._cache.put(key, fresh))
@@ -327,7 +305,6 @@ class RulerJudge(Judge):
     """
 
     settings = ""  # digest of all settings that influence verdicts
-    has_rounds = True
     compares = True
 
     def __init__(
@@ -375,17 +352,10 @@ class RulerJudge(Judge):
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
         """Returns verdicts by trajectory id. The reward is the panel's weighted mean in [0, 1]. Raises JudgeError."""
-        return await self._judge(group, num_rounds=1) if group else {}
-
-    async def judge_again(self, group: Sequence[Trajectory], num_rounds: int) -> Mapping[str, Verdict]:
-        """As `judge`, with `num_rounds` times as many votes per model. Earlier votes come from the cache."""
-        return await self._judge(group, num_rounds=num_rounds)
-
-    async def _judge(self, group: Sequence[Trajectory], *, num_rounds: int) -> Mapping[str, Verdict]:
+        if not group:
+            return {}
         judged = read_group(group, self.config)
-        by_model = await all_of(
-            [voter.score(judged, settings=self.settings, num_rounds=num_rounds) for voter in self.voters]
-        )
+        by_model = await all_of([voter.score(judged, settings=self.settings) for voter in self.voters])
         weights = [member.weight for member in self.panel]
         variance = self._error_variance(by_model)
         verdicts: dict[str, Verdict] = {}
@@ -394,6 +364,9 @@ class RulerJudge(Judge):
             verdict = Verdict(reward=min(1.0, max(0.0, reward)), scores=scores, variance=variance)
             verdicts |= dict.fromkeys(ids, verdict)
         return verdicts
+
+    def reseed(self) -> None:
+        self.config = self.config.model_copy(update={"seed": self.config.seed + 1})
 
     def _error_variance(self, by_model: Sequence[Sequence[Score]]) -> float | None:
         """Returns the error variance of each reward (the panel's weighted mean), if there are enough votes.
