@@ -2,20 +2,6 @@
 
 A judge sees a group's finished trajectories without an error and answers by trajectory id. Scores are never made up: if
 a judge cannot score a group, it raises JudgeError and the group stays owed.
-
-    rollout_judge.py, function_judge.py, reward_model.py, feedback_judge.py, blend.py, cascade.py   one judge each
-    trl_rewards.py, openai_grader.py   adapters for reward functions and graders of other tools (`judge.entry`)
-    ruler/           RULER: a language model scores the attempts of a group against each other
-    providers/       clients for judge models, with retries
-    costs.py         usage, prices, estimates, budget
-    retirement.py    shutdown dates of hosted models
-    judge_groups.py  judges one group, or many concurrently
-    trial.py         API keys, and the trial question of `art check`
-    shadow_judges.py extra judges whose scores are recorded but not trained on
-    files/           judges a file into another file, with resume
-    judge_report.py  measures from scored files how far a judge can be trusted (agreement.py)
-    judge_probe.py   measures a judge's biases on edited attempts (probe_edits.py)
-    judge_text.py    text cleanup and token counts for prompts
 """
 
 import hashlib

@@ -3,11 +3,6 @@
     scored groups -> credit (algorithms/) -> samples.py -> packs/packing.py -> objective, share (algorithms/) ->
     gradient
 
-    torch_learner.py     weights in this process; step/ takes the policy step, optimizer.py applies it
-    processes/           the same learner across several processes on one or several machines
-    sft/, teachers/      the warm-up; models that score the policy's samples with logprobs
-    prompt/              the learner whose policy is a prompt
-
 Learners exchange plain data (records, paths, numbers). Their methods block; the loop calls them in a thread.
 """
 

@@ -1,11 +1,5 @@
 """Clients for judge models: the Provider base class, its answers, and error classification.
 
-    http.py        OpenAI and any OpenAI-compatible `base_url`
-    rule.py        builtin:rule, a deterministic stand-in for a model
-    litellm.py     all other providers, through litellm
-    caller.py      scheduling: concurrency, rate limits, retries, budget
-    waits.py       parses the wait time requested by a provider
-
 A provider makes single calls and does not retry.
 """
 

@@ -1,8 +1,5 @@
 """Teachers: models that score the policy's sampled tokens with logprobs.
 
-local_teacher.py   a model in this process: a directory, hub id, run or checkpoint teacher_server.py  a vLLM server,
-asked over HTTP; teachers with a different vocabulary are refused
-
 SDPO's teacher (algorithms/sdpo.py) is not a separate model: it is the policy itself, given the judge's explanation.
 """
 

@@ -1,11 +1,5 @@
 """A learner across several machines (nodes): how they meet, authenticate, and are called.
 
-node_address.py   NodeSetup: a machine's position among the nodes; addresses and interfaces; the secret
-node_identity.py  settings and files that must match on all nodes, and how two nodes differ
-rendezvous.py     the first node, which runs `art train`: waits for the other nodes and admits them;
-                  NodeEnd: another node, as called by the first node
-../joined_node.py another node: `art join`
-
     first node                                other node
     art train -> ParallelLearner -> Workers   art join -> Workers
                    |        \\                              |
