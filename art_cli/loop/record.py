@@ -34,10 +34,10 @@ OPEN = ("model.dtype", "train.learning_rate", "train.max_kl", "loss.baseline")
 # a run keeps its values when the defaults change
 KEPT = ("train.max_kl", "loss.scale_advantages", "loss.baseline", "rollout.group_size", "rollout.groups_per_step")
 OLDER = {"loss.baseline": "group"}  # values of runs whose record lacks the key
-# keys of older versions in `loss`, `algorithm`, `rollout` and `judge.noise` -> their defaults, which changed nothing
+# keys of older versions in losses, rollouts and judges -> their defaults, which changed nothing
 GONE = {
     **dict.fromkeys(("clip_cov", "kl_cov", "replay", "entropy_floor")),
-    **{"kl_cov_weight": 1.0, "entropy_step": 0.005, "prefix_weight": 0.0, "ask_again": 0},
+    **{"kl_cov_weight": 1.0, "entropy_step": 0.005, "prefix_weight": 0.0, "ask_again": 0, "aggregate": "mean"},
 }
 MEND_RECORD = "restore it, or remove it to continue with the present configuration"
 
@@ -199,7 +199,7 @@ def read_record(run: RunDir) -> Record:
     rollouts = record.pop("rollouts", None)
     if isinstance(train := record.get("train", {}), dict):
         record["train"] = train | {"learning_rate": _rate(record)}
-    for key in ("loss", "algorithm", "rollout", "judge"):
+    for key in ("loss", "algorithm", "rollout", "judge", "shadow"):
         record |= {key: _without_gone(record[key])} if key in record else {}
     with contextlib.suppress(ValidationError):  # invalid values show up as differences
         record = RunConfig.model_validate(record).model_dump(mode="json")

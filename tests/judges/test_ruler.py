@@ -185,16 +185,6 @@ async def test_the_models_that_the_replies_name_are_in_each_score_and_in_the_cac
         assert len(server.asked) == num_asked
 
 
-async def test_the_median_of_votes_leaves_an_outlier_out(server: JudgeServer) -> None:
-    """Three votes; the first is off by the judge's position bias of 0.4. The median is the middle vote."""
-    server.conduct = Conduct(bias=0.4)
-    judge = make(server, votes=3, aggregate="median")
-    verdicts = await judge.judge(rated([0.5, 0.6]))
-    await judge.close()
-    for verdict in verdicts.values():
-        assert verdict.reward == sorted(verdict.scores[0].votes)[1]
-
-
 async def test_a_panel_takes_the_weighted_mean_and_keeps_each_models_score(server: JudgeServer) -> None:
     """Weights 3 and 1, the second model sees quality q as 1 - q: reward = 0.75 q + 0.25 (1 - q)."""
     async with JudgeServer(Conduct(rule=lambda conversations: 1 - server.conduct.rule(conversations))) as contrary:

@@ -463,10 +463,13 @@ def test_a_gpu_is_seen_without_torch() -> None:
 
 def test_a_record_of_an_older_version_has_keys_that_are_gone(project: Path) -> None:
     """With their defaults they make no difference; with other values they do."""
-    loaded = load_config(project / "config.yaml", ["judge.noise=votes", "judge=ruler", "judge.votes=2"])
+    settings = ["judge.noise=votes", "judge=ruler", "judge.votes=2", "+shadow.own={judge: {name: ruler}}"]
+    loaded = load_config(project / "config.yaml", settings)
     run, plain = RunDir(project / "run"), loaded.config.model_dump(mode="json")
     plain["loss"] |= {"entropy_floor": None, "kl_cov": None}
     plain["judge"]["noise"] |= {"ask_again": 0}
+    plain["judge"] |= {"aggregate": "mean"}
+    plain["shadow"]["own"]["judge"] |= {"aggregate": "mean"}
     run.root.mkdir()
     run.config_path.write_text(json.dumps(plain))
     assert read_record(run).config == loaded.config.model_dump(mode="json")

@@ -180,9 +180,7 @@ class RulerJudgeConfig(JudgeModelConfig, ScoringJudgeConfig):
     instructions: Path | None = None
     """A text file with the whole system prompt; the rubric replaces `{rubric}`. null: the packaged prompt."""
     votes: PositiveInt = 1
-    """Calls per model. Every call has a different order of attempts and different ids."""
-    aggregate: Literal["mean", "median"] = "mean"
-    """Combines the votes to a score."""
+    """Calls per model, whose scores are averaged. Every call has a different order of attempts and different ids."""
     seed: Seed = 0
     """The seed for orders and ids."""
     max_group: Annotated[Int, Field(ge=4, le=64)] = 16

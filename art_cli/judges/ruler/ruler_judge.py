@@ -20,11 +20,11 @@ import asyncio
 import copy
 import functools
 import logging
-import math
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -109,14 +109,14 @@ class Voter:
     ) -> Usage:
         """Adds votes for all other parts to `found`, mapped to the scale of the first part. Returns the usage."""
         count = votes.num_anchors(self._config.max_group)
-        reference = [self._aggregate(found[index]) for index in first]
+        reference = [fmean(found[index].votes) for index in first]
         anchors = [first[rank] for rank in votes.choose_anchors(reference, count)]
         usage = Usage()
         asked = await all_of([self._ask_about(group, [*anchors, *part]) for part in others])
         for part, (marked, took) in zip(others, asked, strict=True):
             usage += took
-            here = [self._aggregate(each) for each in marked[:count]]
-            scale = votes.fit(here, [self._aggregate(found[index]) for index in anchors])
+            here = [fmean(each.votes) for each in marked[:count]]
+            scale = votes.fit(here, [fmean(found[index].votes) for index in anchors])
             found |= {index: each.rescaled(scale) for index, each in zip(part, marked[count:], strict=True)}
         scale = votes.into_range([vote for each in found.values() for vote in each.votes])
         found |= {index: each.rescaled(scale) for index, each in found.items()}
@@ -138,11 +138,8 @@ class Voter:
             for at in range(len(indices))
         ], usage
 
-    def _aggregate(self, attempt: AttemptVotes) -> float:
-        return votes.aggregate(attempt.votes, self._config.aggregate)
-
     def _write_score(self, attempt: AttemptVotes, usage: Usage, group: JudgedGroup, settings: str) -> Score:
-        score = min(1.0, max(0.0, self._aggregate(attempt)))
+        score = min(1.0, max(0.0, fmean(attempt.votes)))
         nearest = min(range(len(attempt.votes)), key=lambda vote: abs(attempt.votes[vote] - score))
         return Score(
             judge="ruler",
@@ -371,8 +368,7 @@ class RulerJudge(Judge):
     def _error_variance(self, by_model: Sequence[Sequence[Score]]) -> float | None:
         """Returns the error variance of each reward (the panel's weighted mean), if there are enough votes.
 
-        A median's error variance is pi / 2 times a mean's, for many votes with normal errors. If all attempts are
-        identical, they share one score and therefore one error.
+        If all attempts are identical, they share one score and therefore one error.
         """
         if len(by_model[0]) < 2:
             return 0.0
@@ -380,9 +376,8 @@ class RulerJudge(Judge):
         known = [variance for variance in variances if variance is not None]
         if len(known) < len(variances):
             return None
-        total, num_votes = sum(member.weight for member in self.panel), len(by_model[0][0].votes)
-        variance = sum((member.weight / total) ** 2 * each for member, each in zip(self.panel, known, strict=True))
-        return variance * (math.pi / 2 if self.config.aggregate == "median" and num_votes > 2 else 1.0)
+        total = sum(member.weight for member in self.panel)
+        return sum((member.weight / total) ** 2 * each for member, each in zip(self.panel, known, strict=True))
 
     @property
     def usage(self) -> Usage:
@@ -451,11 +446,10 @@ def _check_rules(panel: Sequence[JudgeModelConfig], instructions: str) -> None:
 
 def _settings(config: RulerJudgeConfig, panel: Sequence[JudgeModelConfig], instructions: str) -> str:
     """Returns a digest of all settings that change verdicts. Files with equal digests are comparable."""
-    deciding = {"votes", "aggregate", "seed", "max_group", "max_tokens_per_attempt"}
+    deciding = {"votes", "seed", "max_group", "max_tokens_per_attempt"}
+    told = config.model_dump(mode="json", include=deciding) | {"aggregate": "mean"}  # older versions also had a median
     models = [member.model_dump(mode="json", include={"model", "params", "weight"}) for member in panel]
-    return make_key(told=config.model_dump(mode="json", include=deciding), models=models, instructions=instructions)[
-        :12
-    ]
+    return make_key(told=told, models=models, instructions=instructions)[:12]
 
 
 async def ruler_score_group(

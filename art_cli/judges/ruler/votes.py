@@ -1,4 +1,4 @@
-"""Votes: attempt order per vote, vote aggregation, and a common scale for large groups.
+"""Votes: attempt order per vote, their spread, and a common scale for large groups.
 
 Pure. Orders come in pairs, a seeded order and the reverse order. A position bias that is antisymmetric about the middle
 of the prompt cancels within each pair. Every pair uses a new random order, which averages out the remaining bias.
@@ -11,7 +11,7 @@ to the attempts shown together, so an affine map fitted to the anchors' scores b
 import random
 import statistics
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 # Noise variance of a single score (0.05 squared). Keeps the slope near 1 for similar anchors.
 NOISE = 0.0025
@@ -23,11 +23,6 @@ def order(count: int, *, seed: str, vote: int) -> list[int]:
     indices = list(range(count))
     random.Random(f"{seed}:{vote // 2}").shuffle(indices)
     return indices[::-1] if vote % 2 else indices
-
-
-def aggregate(votes: Sequence[float], how: Literal["mean", "median"]) -> float:
-    """Returns the mean or median vote."""
-    return statistics.median(votes) if how == "median" else statistics.fmean(votes)
 
 
 def spread(votes: Sequence[float]) -> float | None:
