@@ -212,8 +212,6 @@ def _mended(value: Any) -> Json:
 
 
 class _Stream:
-    """Converts a stream's events to chunks."""
-
     def __init__(self, request: Request, step: int) -> None:
         self._request, self._step = request, step
         self._id = ""

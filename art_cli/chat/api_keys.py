@@ -59,7 +59,6 @@ def single(headers: Headers, name: str) -> str:
 
 
 def read_keys(key: str | None, file: Path | None) -> Keys:
-    """Returns the keys of `read_key_texts` as hashes."""
     return Keys(read_key_texts(key, file))
 
 

@@ -189,8 +189,6 @@ def build_app(backend_for: BackendFor, settings: AppSettings | None = None, *, m
 
 @dataclass
 class _Routes:
-    """One method per path, and per kind of exception."""
-
     backend_for: BackendFor
     settings: AppSettings
     reader: RequestReader = field(default_factory=RequestReader)
@@ -299,7 +297,6 @@ def _parse(wire: Wire, body: bytes) -> Request:
 
 
 def _with_headers(request: Request, headers: Headers) -> Request:
-    """Adds the fields that come from headers."""
     fields: dict[str, Any] = {
         "num_retries": _num_retries(headers),
         "state": read_header(headers.get(STATE_HEADER, "")),
@@ -413,5 +410,4 @@ def error_response(error: ChatError, wire: Wire) -> Response:
 
 
 async def gone(http: HttpRequest, error: Exception) -> Response:
-    """Returns a placeholder response for a client that disconnected."""
     return Response(status_code=499)

@@ -45,8 +45,6 @@ class AnswerTooLarge(aiohttp.ClientError):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """The fields of an endpoint's error."""
-
     message: str = ""
     type: str | None = None
     param: str | None = None

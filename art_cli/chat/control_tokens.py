@@ -105,7 +105,6 @@ class ControlTokens:
         return {index for index in near if text[index] in self._last and text[start : index + 1] in self._tails}
 
     def marks_in(self, text: str) -> list[str]:
-        """Returns the markers in a text."""
         return [match[0] + (match[match.lastindex] if match.lastindex else "") for match in self._find.finditer(text)]
 
     def chat_ids(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> list[int]:
@@ -213,11 +212,9 @@ class Guard:
         return [self._message(message) for message in messages]
 
     def value(self, value: Any) -> Any:
-        """Returns a JSON value, such as the tools."""
         return self._value(value, is_free=False)
 
     def json(self, text: str) -> str:
-        """Returns a call's arguments as JSON text."""
         whole, place, pieces = text, 0, []
         for match in _JSON_STRING.finditer(text):  # JSON itself stands around its strings
             pieces += [text[place : match.start(1)], self._text(match[1], is_free=False)]

@@ -67,8 +67,6 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 
 
 class Timeouts(NamedTuple):
-    """Time limits for slow clients, in seconds."""
-
     request_s: float = 75.0  # from a request's first byte to the last byte; the application's limit is shorter
     read_s: float = 60.0  # longest time in which a client reads no data
 

@@ -49,8 +49,6 @@ class _LogprobsJson(msgspec.Struct):
 
 
 class ChoiceJson(msgspec.Struct):
-    """A choice, or a piece of a streamed choice."""
-
     index: int = 0
     message: Json | None = None
     delta: Json | None = None
@@ -70,8 +68,6 @@ class _UsageJson(msgspec.Struct):
 
 
 class ReplyJson(msgspec.Struct):
-    """A reply, or a piece of a streamed reply."""
-
     id: str | None = None
     created: _Seconds | None = None
     choices: list[ChoiceJson] = []

@@ -92,8 +92,6 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """The whole answer to one request."""
-
     id: str
     created: int  # seconds since the epoch
     model: str
@@ -187,7 +185,6 @@ class PieceQueue:
         return self._release(is_end=False)
 
     def end(self) -> Iterator[tuple[str | int, Any]]:
-        """Yields the remaining pieces."""
         return self._release(is_end=True)
 
     def _release(self, *, is_end: bool) -> Iterator[tuple[str | int, Any]]:
@@ -288,7 +285,6 @@ class ReplyBuilder:
 
 
 def _extend(whole: Choice, piece: Choice) -> None:
-    """Adds a piece's text and tokens in place."""
     whole.text += piece.text
     whole.is_masked |= piece.is_masked
     whole.echo = whole.echo or piece.echo

@@ -24,8 +24,6 @@ MIN_TEMPERATURE = 1e-6  # logits divided by a lower temperature leave the range 
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling settings of a request."""
-
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off

@@ -56,8 +56,6 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class LazyGroup(TyperGroup):
-    """The group `art` with `LazyCommands`."""
-
     def __init__(self, **knobs: Any) -> None:
         super().__init__(**knobs | {"commands": LazyCommands()})
 
@@ -179,7 +177,6 @@ def _lines(error: Exception) -> tuple[list[str], int]:
 
 
 def _extra_of(package: str) -> str | None:
-    """Returns the extra of art-cli with the package."""
     from art_cli.cli.doctor import EXTRAS
 
     return next((extra for extra, (packages, _) in EXTRAS.items() if package in packages), None)

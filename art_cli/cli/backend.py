@@ -173,7 +173,6 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
 
 
 def _greet(root: str, name: str, key: Key | None, as_json: bool) -> None:
-    """Prints the address and a connecting command."""
     text = (
         f"{name} is trained and sampled at {root}\n\n"
         f"TINKER_BASE_URL={root} TINKER_API_KEY={key.in_shell if key else 'tml-any'} python -c 'import tinker; "

@@ -37,7 +37,6 @@ def run(
 
 
 def _lines(look: dict[str, Any]) -> list[str]:
-    """Returns a line for the library and lines for its environments."""
     if look["problem"]:
         return [f"{look['library']}: {look['about']}; {look['problem']}"]
     playable = sum(not each["problem"] for each in look["environments"])

@@ -54,8 +54,6 @@ NAME_WIDTH = 40  # characters per policy name; longer names are cut at the start
 
 
 class Player(NamedTuple):
-    """A policy and its configuration."""
-
     loaded: LoadedConfig
     source: PolicySource
 
@@ -72,8 +70,6 @@ class Player(NamedTuple):
 
 
 class MetricRow(NamedTuple):
-    """One metric of one policy."""
-
     policy: str
     metric: str
     value: evaluate.Estimate
@@ -330,7 +326,6 @@ def as_object(
     digests: Mapping[str, str],
     faults: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Returns the output of `art eval --json`."""
     gates = [
         {"gate": str(gate), "holds": error is None, "value": value and value._asdict(), "error": str(error or "")}
         for gate, value, error in verdicts
@@ -354,7 +349,6 @@ def as_text(rows: Sequence[MetricRow], *, gates: Sequence[evaluate.Gate] = ()) -
 
 
 def hidden(gates: Sequence[evaluate.Gate]) -> Collection[str]:
-    """Returns the metrics to hide."""
     return set() if is_verbose() else DETAILS - {evaluate.split_end(gate.metric, ())[0] for gate in gates}
 
 

@@ -126,8 +126,6 @@ def run(
 
 
 class _Made(NamedTuple):
-    """An unstarted engine and its policy."""
-
     engine: "Engine | ServedRun"
     checkpoint: Path | None
     step: int
@@ -227,7 +225,6 @@ def _greet(
     file: Path | None,
     as_json: bool,
 ) -> None:
-    """Prints the clients' addresses and key, and the directory for trajectories."""
     model = engine.endpoint.model
     source = f"one of the keys in {file}" if file is not None else f"the key in {KEY_VARIABLE}"
     key = source if has_keys else "any word, because this gateway has no keys and only this machine reaches it"

@@ -146,7 +146,6 @@ def least(loaded: LoadedJudge) -> int:
 
 
 def _show(judge: Judge, bar: Bar, total: int, done: JudgeProgress) -> None:
-    """Updates the bar, with the current cost."""
     words = [dollars(judge.usage.cost_usd), f"{judge.usage.tokens:,} tokens"]
     words += [f"{judge.num_cached} cached"] if judge.num_cached else []
     words += [f"{len(done.owed)} owed"] if done.owed else []
@@ -205,7 +204,6 @@ def _estimate_group(judge: Judge, source: TrajectoryFile, group: Group) -> CostE
 def dry_run(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
 ) -> None:
-    """Prints the estimated cost, without calls."""
     judge = make_judge(loaded.config, loaded.directory)
     if judge.estimate([]) is None:
         raise UsageError(f"--dry-run: judge={loaded.config.name} makes no calls that could be counted beforehand")

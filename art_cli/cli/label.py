@@ -92,7 +92,6 @@ def _answer_by_feedback(labels: "PersonLabels | RunLabels", scored: Path, metric
 
 
 def _ask_all(labels: "PersonLabels | RunLabels") -> None:
-    """Asks until the person quits or all pairs are labeled."""
     from rich.console import Console
 
     console, key = Console(stderr=True, highlight=False), ""

@@ -74,7 +74,6 @@ class Tasks:
     _words: list[frozenset[str]] = field(default_factory=list)
 
     def keep(self, task: Json) -> None:
-        """Adds a task without checks."""
         self._words.append(words_of(task["task"]))
         self.found.append(task)
 
@@ -136,7 +135,6 @@ def _show(tools: Sequence[Json], wanted: set[str]) -> str:
 
 
 def schema(tools: Sequence[str]) -> Json:
-    """Returns the JSON schema of an answer."""
     task = {
         "type": "object",
         "properties": {
@@ -152,8 +150,6 @@ def schema(tools: Sequence[str]) -> Json:
 
 
 class TaskAnswer(NamedTuple):
-    """An answer's usable tasks, and problems with other tasks."""
-
     tasks: list[Json]
     problems: list[str]
 
@@ -192,7 +188,6 @@ def _document(text: str) -> Json | None:
 
 
 def _problem(task: Any, known: set[str]) -> str:
-    """Returns a problem with a task, or ""."""
     if not isinstance(task, dict) or not isinstance(task.get("task"), str) or not task["task"].strip():
         return '"task" is not a text'
     if len(task["task"]) > MAX_TASK:
@@ -211,18 +206,15 @@ def _problem(task: Any, known: set[str]) -> str:
 
 
 def complaint(text: str, problem: str) -> list[Json]:
-    """Returns messages with an unusable answer and the problem."""
     request = f"This answer cannot be used: {problem}. Answer again with one JSON object and nothing else."
     return [{"role": "assistant", "content": text[:20_000] or "(nothing)"}, {"role": "user", "content": request}]
 
 
 def task_id(text: str) -> str:
-    """Returns an id by a hash of the text."""
     return f"task-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 def spread(tasks: Iterable[Json]) -> tuple[Counter[int], Counter[str]]:
-    """Counts tasks per difficulty and per tool."""
     by_difficulty, by_tool = Counter[int](), Counter[str]()
     for task in tasks:
         if isinstance(task.get("difficulty"), int):

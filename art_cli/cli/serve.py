@@ -121,7 +121,6 @@ def run(
 
 
 def warn_of_open_key(context: typer.Context) -> None:
-    """Warns about an API key on the command line."""
     source = context.get_parameter_source("api_key")
     if source is not None and source.name == "COMMANDLINE":
         log.warning(
@@ -215,7 +214,6 @@ def _endpoint_of(
 
 
 def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:
-    """Returns the first run's engine section."""
     from art_cli.runs.run_checkpoints import run_config
 
     section = run_config(sources[0].run).get("engine")
@@ -239,7 +237,6 @@ def how_to_get_key(has_keys: bool, file: Path | None) -> Key | None:
 
 
 def _greet(root: str, sources: "Sequence[Source]", key: Key | None, as_json: bool) -> None:
-    """Prints the address and example commands."""
     models = [{"id": source.name, "step": source.step, "base": source.base} for source in sources]
     model, messages = json.dumps(sources[0].name), '[{"role": "user", "content": "Hello"}]'
     header = f'-H "Authorization: Bearer {key.in_shell}" ' if key else ""

@@ -77,7 +77,6 @@ def run(
 async def _serve(
     answers: "Answers", host: str, port: int, endpoint: str | None, model: str | None, *, is_open: bool
 ) -> None:
-    """Serves until a signal stops it."""
     import asyncio
 
     from art_cli.chat.http_server import serve
@@ -104,7 +103,6 @@ async def _serve(
 
 
 def _open_browser(url: str) -> None:
-    """Opens the page if a screen is available."""
     import webbrowser
 
     has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")

@@ -58,7 +58,6 @@ class LoadedConfig:
 
     @property
     def by_source(self) -> "dict[str, LoadedConfig]":
-        """Like `RunConfig.by_source`."""
         return {name: replace(self, config=part) for name, part in self.config.by_source.items()}
 
     def with_value(self, key: str, value: Any, reason: str = "") -> "LoadedConfig":
@@ -71,8 +70,6 @@ class LoadedConfig:
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    """A judge, and the directory for its relative paths."""
-
     config: JudgeConfig
     directory: Path
 
@@ -83,8 +80,6 @@ class _JudgeOnly(Section):
 
 @dataclass(frozen=True)
 class LoadedGateway:
-    """The part of a configuration that `art gateway` reads."""
-
     name: str
     engine: EngineConfig
     gateway: GatewayConfig
@@ -95,8 +90,6 @@ class LoadedGateway:
 
 @dataclass(frozen=True)
 class LoadedBackend:
-    """The part of a configuration that `art backend` reads."""
-
     model: ModelConfig
     engine: EngineConfig
     learner: LearnerConfig
@@ -301,7 +294,6 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
 
 
 def _placed(model: ModelConfig, engine: EngineConfig, composition: Composition) -> dict[str, Any]:
-    """Returns the changed sections, with absolute paths."""
     changed: dict[str, Any] = {}
     if model.chat_template is not None:
         template = _absolute(composition, "model.chat_template", model.chat_template)

@@ -71,7 +71,6 @@ class Composition:
     # --- the file -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> DictConfig:
-        """Returns the file's content, {} by default."""
         if self.path is None:
             return OmegaConf.create({})
         body = read_document(self.path)
@@ -267,7 +266,6 @@ def _value_at(plain: Any, path: tuple[str, ...]) -> Any:
 
 
 def _variants(config: DictConfig) -> dict[str, str]:
-    """Returns the sections' variant names."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
     named = {group: section.get("name") for group, section in plain.items() if isinstance(section, dict)}
     return {group: name for group, name in named.items() if isinstance(name, str)}

@@ -40,7 +40,6 @@ class Options:
         return next((file for file in files if file.exists()), None)
 
     def files(self, group: str) -> set[str]:
-        """Returns the names of the group's YAML files."""
         return {file.stem for folder in self._folders for file in (folder / group).glob("*.yaml")}
 
     def names(self, group: str) -> list[str]:
@@ -145,7 +144,6 @@ class DefaultsList:
     def _file(
         self, file: Path | None, body: DictConfig, item: _Item, above: str, trail: tuple[Path, ...], *, folder: str
     ) -> list[DefaultsPart]:
-        """Expands a file or variant."""
         relative = item.group.lstrip("/")
         place = relative.rpartition("/")[0] if item.options is None else relative
         given = item.package if item.package is not None else _header(file)

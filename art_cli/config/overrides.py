@@ -186,7 +186,6 @@ def _first_values(override: Override) -> list[str]:
 
 
 def _values(override: Override) -> Iterator[str]:
-    """Yields a `key=value` argument per value."""
     assert override.input_line is not None, override
     value = override.value()
     if not override.is_sweep_override():

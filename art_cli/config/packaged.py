@@ -18,7 +18,6 @@ def packaged(name: str) -> Path:
 
 
 def packaged_options(group: str) -> list[str]:
-    """Returns the sorted names of a group's packaged options."""
     directory = packaged("configs") / group if group.isidentifier() else None
     return sorted(file.stem for file in directory.glob("*.yaml")) if directory is not None else []
 

@@ -255,7 +255,6 @@ def error_in(record: Mapping[str, Any]) -> str | None:
 
 
 def numbers(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """Returns only the numeric values."""
     pairs = values.items() if isinstance(values, Mapping) else values
     return {str(name): number for name, value in pairs if (number := as_number(value)) is not None}
 

@@ -226,8 +226,6 @@ class Unread:
 
 @dataclass
 class Imported:
-    """Import statistics."""
-
     num_records: int = 0
     num_below: int = 0  # attempts below the minimum reward
     num_with_tokens: int = 0

@@ -88,7 +88,6 @@ def _message(message: Any) -> Json:
 
 
 def _tools(record: Json) -> list[Json]:
-    """Returns the tools offered in the sample's model calls, without duplicates."""
     found: dict[str, Json] = {}
     for event in as_list(record.get("events"), "events"):
         if isinstance(event, dict) and event.get("event") == "model":

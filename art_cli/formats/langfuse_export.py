@@ -119,7 +119,6 @@ def _attempt(trace: str, about: Json, generations: list[Json], scores: dict[str,
 
 
 def _scenario(record: Json) -> str | None:
-    """Returns the scenario named in trace or observation metadata."""
     return named(_object(record.get("metadata")), GROUPS)
 
 

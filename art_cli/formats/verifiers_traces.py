@@ -99,7 +99,6 @@ def _call(nodes: Sequence[Json], index: int, call: Json, record: Json) -> Traced
 
 
 def _path(nodes: Sequence[Json], index: int) -> list[Json]:
-    """Returns the nodes from the root to this node."""
     path = [nodes[index]]
     while (parent := path[-1].get("parent")) is not None:
         if not isinstance(parent, int) or not 0 <= parent < index:
@@ -110,6 +109,5 @@ def _path(nodes: Sequence[Json], index: int) -> list[Json]:
 
 
 def _message(node: Json) -> Json:
-    """Returns the message without null fields."""
     message = as_object(node.get("message"), "message")
     return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -51,7 +51,6 @@ class Seen(NamedTuple):
 
 
 def _words(text: str) -> str:
-    """Returns the distinct words and numbers of a text."""
     return " ".join(dict.fromkeys(re.findall(r"\w+", text)))
 
 
@@ -108,7 +107,6 @@ class Attack:
         return ", ".join(parts)
 
     def reply(self, seen: Seen) -> Json:
-        """Returns the assistant's message in OpenAI's form."""
         text = "\n".join(PIECES[piece](seen) for piece in self.pieces)
         text = "\n".join([_formed(text, self.form)] * self.times)[:MAX_CHARACTERS]
         called = {call["function"]["name"] for message in seen.messages for call in message.get("tool_calls") or ()}

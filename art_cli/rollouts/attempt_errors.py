@@ -158,8 +158,6 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The fields of an AttemptError."""
-
     kind: str
     message: str
     is_transport: bool

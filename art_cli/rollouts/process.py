@@ -182,7 +182,6 @@ class RolloutProcess:
             raise explained from error
 
     async def _load(self) -> Any:
-        """Returns the Python version of the worker."""
         return await self.ask("load", **self._what)
 
     async def _launch(self) -> None:

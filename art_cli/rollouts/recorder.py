@@ -276,8 +276,6 @@ def common_prefix(first: bytes, second: bytes) -> int:
 
 
 class Attempted:
-    """One call and its state."""
-
     def __init__(self) -> None:
         self.state: State = "in flight"
         self.recorded: Recorded | None = None  # its turns and conversations, once they are recorded

@@ -204,7 +204,6 @@ class Gateway:
         return False
 
     def count(self, reply: Reply) -> None:
-        """Adds the tokens of an answered call."""
         if self.on_first_reply is not None:
             self.on_first_reply()
             self.on_first_reply = None
@@ -446,7 +445,6 @@ class RecordingBackend:
         self._count(call, self.recorder.record(call.request, reply), reply)
 
     def _leave(self, call: _Call) -> None:
-        """Records the streamed part after the client left."""
         if self._is_closed or call.is_recorded or not call.request.is_recorded:
             return
         call.is_recorded = True

@@ -88,7 +88,6 @@ class Progress:
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean reward over the rollouts that returned a reward."""
         return self.reward_sum / self.num_rewards if self.num_rewards else None
 
     @property

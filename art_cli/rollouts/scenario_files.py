@@ -52,7 +52,6 @@ def load_scenarios(source: str | ScenariosConfig, directory: Path) -> list[Json]
 
 
 def is_function(source: ScenariosConfig, directory: Path) -> bool:
-    """Returns whether a Python function generates the scenarios."""
     return ":" in source.source and not (directory / source.source).exists() and not is_table(source, directory)
 
 
@@ -73,7 +72,6 @@ def _read(path: Path, columns: Columns) -> list[Json]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """Yields (line number, object)."""
     decoder = msgspec.json.Decoder()
     for number, _, line in json_lines.lines(path):
         try:
@@ -210,7 +208,6 @@ class Overlap(NamedTuple):
 
 
 def is_held_out(id: str | int, share: float) -> bool:
-    """Returns whether the scenario belongs to the held-out share."""
     return is_drawn(f"held out/{id}", share)
 
 

@@ -134,7 +134,6 @@ class LineWriter:
         os.fdatasync(self._file.fileno())
 
     def truncate(self, size: int) -> None:
-        """Cuts the file off after `size` bytes."""
         os.ftruncate(self._file.fileno(), size)
 
     def is_in_place(self) -> bool:

@@ -148,7 +148,6 @@ class History(NamedTuple):
 
 
 def read_updates(lines: Iterable[MetricsLine]) -> list[UpdateNumbers]:
-    """Returns a run's updates in order."""
     trained = (line for line in lines if line.split == "train" and 0 <= line.step <= MAX_STEP)
     found = [UpdateNumbers(line.step + 1, sound(line.metrics), _time(line)) for line in trained]
     return sorted(found, key=lambda each: each.number)

@@ -377,7 +377,6 @@ def _best_first(steps: Iterable[int], rewards: Mapping[int, float]) -> list[int]
 
 
 def _rewards(lines: Iterable[MetricsLine]) -> dict[int, float]:
-    """Returns the mean reward of each evaluated step."""
     return {line.step: line.metrics["reward"] for line in lines if line.split == "eval" and "reward" in line.metrics}
 
 

@@ -79,7 +79,6 @@ def compiler_problem(python: Path | None, environment: Mapping[str, str]) -> str
 
 
 def _output(*command: str) -> str:
-    """Returns a short program's output, or "" on failure."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

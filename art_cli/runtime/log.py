@@ -39,7 +39,6 @@ def set_up(*, verbose: bool = False) -> None:
 
 
 def is_verbose() -> bool:
-    """Returns True with --verbose."""
     return logging.getLogger("art_cli").isEnabledFor(logging.DEBUG)
 
 

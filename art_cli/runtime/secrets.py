@@ -212,7 +212,6 @@ def _readings(value: str) -> Iterator[str]:
 
 
 def _character(escape: "re.Match[str]") -> str:
-    """Returns the character for an escape."""
     digits = next((group for group in escape.group("hex", "hash") if group), "")
     try:
         code = int(digits, 16) if digits else int(escape["decimal"])

@@ -111,6 +111,5 @@ def _joined(run: list[Chunk]) -> Chunk:
 
 
 def _concat(lists: Iterable[list[Any] | None]) -> Any:
-    """Concatenates the lists; None if all are None."""
     found = [part for part in lists if part is not None]
     return [item for part in found for item in part] if found else None

@@ -74,7 +74,6 @@ class Admission:
         self.state = "draining"
 
     async def emptied(self) -> None:
-        """Waits until no requests are in flight."""
         await self._empty.wait()
 
     @contextlib.contextmanager
@@ -148,7 +147,6 @@ class Meter:
 
     @property
     def route(self) -> Route:
-        """The route of all metrics in Prometheus' text format."""
         return Route("/metrics", self._answer, methods=["GET"])
 
     async def _answer(self, http: HttpRequest) -> Response:
@@ -156,8 +154,6 @@ class Meter:
 
 
 class Middleware:
-    """The outer ASGI application."""
-
     def __init__(self, app: ASGIApp, keys: Keys, admission: Admission, meter: Meter) -> None:
         self._app, self._keys, self._admission, self._meter = app, keys, admission, meter
 

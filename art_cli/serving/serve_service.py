@@ -87,7 +87,6 @@ class Service:
         self.app = Middleware(app, keys, self.admission, self.meter)
 
     def _metered(self) -> Meter:
-        """Returns a meter whose gauges read this service."""
         meter, admission = Meter(), self.admission
         meter.in_flight.set_function(lambda: admission.num_in_flight)
         meter.answering.set_function(lambda: admission.num_answering)

@@ -234,8 +234,6 @@ class _Generation:
 
 
 class ServedPolicy:
-    """A model name and its current engine."""
-
     def __init__(self, source: Source, loader: Loader) -> None:
         self.source = source
         self.proven = ProvenSteps()

@@ -97,7 +97,6 @@ class RemoteTrainer:
 
     @property
     def types(self) -> Any:
-        """The SDK's types module."""
         return self.session.types
 
     @property

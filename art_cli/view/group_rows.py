@@ -162,7 +162,6 @@ class Query(NamedTuple):
 
 
 def find_groups(step: IndexedStep, query: Query) -> RowPage:
-    """Returns the rows that match the query."""
     groups = [group for group in step.groups() if _passes(group, query)]
     if query.text:
         holding = search(step, query.text)

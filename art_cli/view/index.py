@@ -261,7 +261,6 @@ class IndexedStep:
             return self._listed[1]
 
     def names(self) -> list[str]:
-        """Returns the group ids in order."""
         with self._lock:
             return list(self._groups)
 

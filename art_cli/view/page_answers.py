@@ -204,7 +204,6 @@ class Answers:
         threading.Thread(target=self._read, name="view index", daemon=True).start()
 
     def close(self) -> None:
-        """Stops the thread."""
         self._is_closed = True
         self._wakes.set()
 
@@ -219,7 +218,6 @@ class Answers:
                 return
 
     def read_all(self) -> None:
-        """Returns when all files are read."""
         while not all([source.index.read(time.monotonic() + 1.0) for source in self._sources.all()]):
             pass
 
@@ -461,7 +459,6 @@ def _attempt(row: IndexRow, record: ScoredTrajectory) -> Json:
 
 
 def _scored(step: IndexedStep) -> Path | None:
-    """Returns the step's scored file, if any."""
     for path in reversed(step.paths):
         if path.name != "trajectories.jsonl" and is_inside(path, step.root):
             return path

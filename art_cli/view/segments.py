@@ -37,8 +37,6 @@ Learned = Mapping[str, Any]  # the trajectory's line in learned.jsonl
 
 
 class TokenTexts:
-    """Converts token ids to text."""
-
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._stream: Any = importlib.import_module("tokenizers.decoders").DecodeStream
@@ -91,7 +89,6 @@ def _places(run: RunDir) -> Iterator[Path]:
 
 
 def _base(run: RunDir) -> str:
-    """Returns the base in config.json, or ""."""
     try:
         section = read_object(run.config_path, within=run.root).get("model")
     except ArtError:

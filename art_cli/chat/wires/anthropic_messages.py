@@ -68,7 +68,6 @@ TYPES = {
 
 
 def message_of(reply: Reply) -> Json:
-    """Returns the whole message."""
     choice = reply.choices[0]
     message = choice.message if choice.message is not None else {"content": choice.text}
     return {
@@ -226,7 +225,6 @@ class MessageEvents:
 
 
 def _event(data: Json) -> bytes:
-    """Returns a named server-sent event."""
     name: str = data["type"]
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
@@ -302,8 +300,6 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
 
 class Anthropic:
-    """The methods that both Anthropic wires have."""
-
     header = "anthropic-version"
 
     def key(self, headers: Headers) -> str | None:
@@ -359,7 +355,6 @@ class AnthropicMessages(Anthropic):
         return msgspec.structs.replace(request, is_stream=bool(parsed.stream))
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns a message as JSON."""
         return msgspec.json.encode(message_of(reply))
 
     def stream(self, request: Request) -> MessageEvents:
@@ -427,8 +422,6 @@ def _response_format(body: MessagesBody) -> Json | None:
 
 
 class _Reader:
-    """Reads one conversation into messages in OpenAI's form."""
-
     def __init__(self, deferred: list[Json]) -> None:
         """`deferred` are tools that are not in the prompt until a result names them."""
         self._deferred = {tool["function"]["name"]: tool for tool in deferred}

@@ -86,8 +86,6 @@ class _SchemaFormat(msgspec.Struct, tag="json_schema"):
 
 
 class ChatBody(Body, kw_only=True):
-    """The JSON body of a chat request."""
-
     messages: Annotated[list[_Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[_Tool] | None = None
@@ -129,7 +127,6 @@ class OpenAIChat(OpenAI):
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns a chat.completion as JSON."""
         choices = [
             {
                 "index": choice.index,

@@ -36,8 +36,6 @@ _TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 
 
 class CompletionBody(Body, kw_only=True):
-    """The JSON body of a plain completion request."""
-
     prompt: str | list[_TokenId | str | list[_TokenId]]
     max_tokens: Annotated[int, Meta(ge=0, le=INT32)] | None = None  # 0: with `echo`, the prompt's logprobs alone
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -71,7 +69,6 @@ class OpenAICompletions(OpenAI):
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns a text_completion as JSON."""
         choices = [
             {
                 "index": choice.index,

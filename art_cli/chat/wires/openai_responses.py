@@ -146,7 +146,6 @@ def _owner(key: str | None) -> bytes:
 
 
 def whole_response(request: Request, reply: Reply) -> Json:
-    """Returns a complete response as JSON."""
     choice = reply.choices[0]
     counts = reply.num_tokens if reply.is_counted else None
     return _response(request, reply.created, _status(choice.finish_reason), _output(request, choice), counts)
@@ -400,7 +399,6 @@ class ResponseEvents:
         return added + self._tell(item.begin())
 
     def _close(self, status: str) -> bytes:
-        """Returns the end of the open item, if any."""
         if (item := self._open) is None:
             return b""
         if isinstance(item, _OpenText):
@@ -414,7 +412,6 @@ class ResponseEvents:
         return events
 
     def _tell(self, events: Sequence[Event]) -> bytes:
-        """Events of the open item."""
         assert self._open is not None
         common = {"item_id": self._open.id, "output_index": len(self._items)}
         return b"".join(self._event(f"response.{name}", common | fields) for name, fields in events)
@@ -528,7 +525,6 @@ class OpenAIResponses(OpenAI):
         return msgspec.json.encode(body)
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        """Returns a response as JSON."""
         return msgspec.json.encode(whole_response(request, reply))
 
     def stream(self, request: Request) -> ResponseEvents:

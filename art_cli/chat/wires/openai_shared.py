@@ -205,7 +205,6 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def event(data: bytes) -> bytes:
-    """Returns one server-sent event."""
     return b"data: " + data + b"\n\n"
 
 
@@ -266,12 +265,9 @@ def token_logprobs(request: Request, choice: Choice) -> list[TokenLogprob]:
 
 
 class OpenAI:
-    """The methods that all OpenAI wires have."""
-
     header = ""
 
     def key(self, headers: Headers) -> str | None:
-        """Returns the key of `Authorization: Bearer KEY`."""
         return bearer(headers)
 
     def error(self, error: ChatError) -> bytes:

@@ -57,7 +57,6 @@ class Preflight:
         self.parts = {name: SourcePart(name, of_source) for name, of_source in loaded.by_source.items()}
 
     def check(self) -> Iterator[Finding]:
-        """Yields every finding immediately."""
         engine = self.opened.loaded.config.engine
         vllm = engine if isinstance(engine, VllmEngineConfig) else None
         for found in check_gpu(vllm.python if vllm else None):

@@ -135,7 +135,6 @@ def _first_id(part: SourcePart) -> str:
 
 
 def _silence_problem(opened: Opened, part: SourcePart) -> Finding:
-    """Returns the finding for an attempt that made no model call."""
     if part.loaded.config.rollout.environment is not None:
         message = "the game was over before the policy's seat had a move"
         return Finding("rollout", False, message, "begin with another seed: rollout.environment.seed=1")

@@ -98,7 +98,6 @@ def check_trackers(opened: Opened, part: SourcePart) -> Finding | None:
 
 
 def check_cluster(opened: Opened, part: SourcePart) -> Finding | None:
-    """Connects to the cluster that plays the rollouts."""
     cluster = part.loaded.config.rollout.cluster
     if cluster is None:
         return None

@@ -159,7 +159,6 @@ class JudgeModelConfig(Section):
 
 
 def no_litellm(member: JudgeModelConfig) -> str:
-    """Returns the error for a missing litellm."""
     cure = "pip install 'art-cli[litellm]', or name an OpenAI-compatible endpoint in base_url"
     return f"{member.model} is asked through litellm, which is not installed: {cure}"
 

@@ -116,7 +116,6 @@ class BaseLossConfig(Section):
 
     @property
     def needs_rewards(self) -> bool:
-        """True if the loss uses rewards."""
         return True
 
     @property
@@ -265,7 +264,6 @@ class TeacherConfig(Section):
     """The requests in parallel."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for settings that have no effect."""
         for knob in ("protocol", "api_key_env", "timeout_s", "retries", "concurrency"):
             if self.base_url is None and knob in self.model_fields_set:
                 yield knob, "used with loss.teacher.base_url only: a model that is loaded here needs no requests"

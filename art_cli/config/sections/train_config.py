@@ -234,7 +234,6 @@ class StopRule(Section):
         return self
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for settings that have no effect."""
         for knob in (*BOUNDS, "for_steps") if self.metric is None else ():
             if knob in self.model_fields_set and getattr(self, knob) is not None:
                 yield knob, "used with 'metric' only"
@@ -325,7 +324,6 @@ class TrainConfig(Section):
         return None if self.max_kl == "auto" else self.max_kl
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for settings that have no effect."""
         if "decay_to" in self.model_fields_set and self.decay == "none":
             yield "decay_to", "used with train.decay 'linear' or 'cosine' only"
         if self.decay != "none" and self.warmup_steps >= self.steps:
@@ -374,7 +372,6 @@ class SftConfig(Section):
     updates and keeps the last weights."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields (knob, message) for settings that have no effect."""
         if self.min_reward is not None and self.best_of is None:
             yield "min_reward", "used with sft.best_of only"
         if self.batch_tokens is not None and "batch_size" in self.model_fields_set:

@@ -48,8 +48,6 @@ MAX_TIME = 253402300799.0  # end of year 9999, the latest datetime
 
 @dataclass
 class LogTotals:
-    """Totals over all samples, for the header."""
-
     samples: list[Json] = field(default_factory=list)  # summaries
     epochs: dict[str, int] = field(default_factory=dict)  # sample id -> number of attempts
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)  # group -> (number of attempts, group_size)
@@ -249,7 +247,6 @@ class _Sample:
         return shown if shown == text else f"{shown}-{_hash(text)[:8]}"
 
     def _input(self, messages: list[Json]) -> str | list[Json]:
-        """Returns the messages before the first reply, or the scenario."""
         before = [*takewhile(lambda message: message["role"] != "assistant", messages)]
         return before or msgspec.json.encode(self.attempt.scenario).decode()
 
@@ -353,7 +350,6 @@ class _Sample:
 
 
 def _message(message: Json, id_: str) -> Json:
-    """Converts an OpenAI message to inspect's format."""
     role = str(message.get("role"))
     text = text_of(message.get("content"))
     thoughts = thoughts_of(message)

@@ -120,7 +120,6 @@ class OtlpSender:
             raise DeliveryError(f"{self.poster.host} refused {refused} spans: {why}")
 
     def _batches(self, spans: Iterable[Span]) -> Iterator[Any]:
-        """Yields ExportTraceServiceRequest messages."""
         batch, size = self._new_batch(), 0
         for span in spans:
             record = _spans_in(batch).add()
@@ -146,7 +145,6 @@ def _spans_in(message: Any) -> Any:
 
 
 def fill(record: Any, span: Span) -> None:
-    """Writes a span to a protobuf message."""
     record.trace_id, record.span_id, record.parent_span_id = span.trace_id, span.id, span.parent or b""
     record.name = clean(span.name)
     record.kind = 3 if span.is_client else 1  # SPAN_KIND_CLIENT, SPAN_KIND_INTERNAL

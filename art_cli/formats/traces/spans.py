@@ -76,7 +76,6 @@ class ModelCall(NamedTuple):
 
 
 def tool_uses(message: Json) -> list[ToolUse]:
-    """Returns a message's tool calls without results."""
     found = []
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
@@ -154,7 +153,6 @@ def _replies(conversation: Sequence[Json]) -> list[int]:
 
 
 def _prefixes(conversation: Sequence[Json]) -> list[int]:
-    """Returns a hash of each conversation prefix."""
     hashes, before = [], 0
     for message in conversation:
         before = hash((before, repr(message)))
@@ -370,7 +368,6 @@ def num_prompt(trajectory: Trajectory) -> int:
 
 
 def num_completion(trajectory: Trajectory) -> int:
-    """Returns the total number of sampled tokens."""
     return trajectory.num_sampled or round(trajectory.metrics.get("num_completion", 0.0))
 
 

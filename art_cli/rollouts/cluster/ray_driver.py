@@ -85,7 +85,6 @@ def copy_project(directory: Path, target: Path, *, runs: Path, exclude: Sequence
 
 
 def copy_package(target: Path) -> None:
-    """Copies the Python code of this package."""
 
     def left_out(place: str, names: list[str]) -> list[str]:
         own = NOT_PLAYED if place == PACKAGE else ()
@@ -297,7 +296,6 @@ class RayRollout:
         return max(1, min(number, self._concurrency))
 
     def _make(self) -> Any:
-        """Returns a new actor, which Ray places when there is room."""
         import ray
 
         options = {
@@ -331,7 +329,6 @@ class RayRollout:
         return next(filter(None, guesses), "")
 
     async def close(self) -> None:
-        """Stops the actors and disconnects from the cluster."""
         import ray
 
         with contextlib.suppress(TimeoutError):
@@ -366,7 +363,6 @@ class _Place:
         self._ids = itertools.count(1)
 
     async def keep(self) -> None:
-        """Keeps an actor running until cancelled."""
         while not self._is_closing:
             try:
                 self._actor = self._make()

@@ -101,7 +101,6 @@ class Printed:
         self._is_there.set()
 
     def end(self) -> None:
-        """Nothing more will be printed."""
         self._is_over.set()
         self._is_there.set()
 

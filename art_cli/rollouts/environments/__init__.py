@@ -103,7 +103,6 @@ def library_names() -> list[str]:
 
 
 def _entries() -> dict[str, EntryPoint]:
-    """Returns each library's entry point by name, without importing it."""
     built_in = [EntryPoint(name, place, GROUP) for name, place in BUILT_IN.items()]
     return {entry.name: entry for entry in (*entry_points(group=GROUP), *built_in)}
 
@@ -142,7 +141,6 @@ def not_installed(library: Library) -> str:
 
 
 def cure(library: Library) -> str:
-    """Returns the command that installs the library."""
     return f"pip install 'art-cli[{library.extra}]'" if library.extra else f"pip install {library.package}"
 
 

@@ -64,8 +64,6 @@ class _Heard(NamedTuple):
 
 
 class OpenEnvServer:
-    """A server with its settings."""
-
     def __init__(self, url: str, settings: Settings) -> None:
         self._url, self._name = url, settings.name
         self._args = DEFAULTS | settings.args
@@ -175,8 +173,6 @@ async def _listen(socket: Any, answers: "asyncio.Queue[Any]") -> None:
 
 
 class _Session:
-    """One episode at the server."""
-
     def __init__(
         self, name: str, socket: Any, answers: "asyncio.Queue[Any]", timeout_s: float, observation: str | None
     ) -> None:

@@ -185,8 +185,6 @@ def _fields(config: Any) -> Json:
 
 
 class Generator:
-    """A generator with its arguments."""
-
     def __init__(self, name: str, settings: Settings) -> None:
         self._name = name
         self._system = SYSTEM if settings.system is None else settings.system

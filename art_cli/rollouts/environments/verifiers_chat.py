@@ -23,8 +23,6 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers is not where mypy runs
-    """A conversation with the task's tools."""
-
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
@@ -65,7 +63,6 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers is
 
 
 async def _turn(client: openai.AsyncOpenAI, model: str, messages: list[Any], tools: list[Any]) -> list[Any]:
-    """Adds one reply to the messages, and returns its calls."""
     offered: dict[str, Any] = {"tools": tools} if tools else {}
     reply = await client.chat.completions.create(model=model, messages=messages, **offered)
     message = reply.choices[0].message
@@ -74,7 +71,6 @@ async def _turn(client: openai.AsyncOpenAI, model: str, messages: list[Any], too
 
 
 async def _result(connections: Any, places: Any, call: Any) -> str:
-    """Returns the answer to the policy's call."""
     if isinstance(arguments := read_call(call, places), str):
         return arguments
     content = await call_mcp(connections, places, call.function.name, arguments)

@@ -40,7 +40,6 @@ class Columns:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether there is a mapping."""
         return bool(self._mapping)
 
     def wanted(self, there: Sequence[str], source: object) -> list[str]:

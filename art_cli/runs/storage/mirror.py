@@ -52,7 +52,6 @@ class Mirror:
             thread.start()
 
     def nudge(self) -> None:
-        """Triggers the upload of a new checkpoint without waiting."""
         self._wake.set()
 
     def check(self) -> None:

@@ -271,8 +271,6 @@ def _copy_locally(source: str, target: str) -> None:
 
 
 class LeaseRecord(msgspec.Struct, kw_only=True):
-    """The object behind a lease."""
-
     schema_version: int = 1
     token: str
     owner: str

@@ -119,7 +119,6 @@ class Uploads:
         return bool(self._unsent())
 
     def owed(self) -> list[str]:
-        """Returns pending checkpoints and files."""
         checkpoints = [checkpoint_home(step) for step in self._unsent()]
         files = [file.name for file in self._changed() if not file.name.startswith("logs/")]
         return checkpoints + files if self.run.checkpoint_steps() else []

@@ -52,8 +52,6 @@ class SealedReader:
 
 
 class SealedWriter:
-    """Writes messages to the peer."""
-
     def __init__(self, writer: asyncio.StreamWriter, key: bytes) -> None:
         self._writer, self._key, self._number = writer, key, 0
 
@@ -73,8 +71,6 @@ class SealedWriter:
 
 
 class Sealed(NamedTuple):
-    """Both directions of an authenticated connection."""
-
     reader: SealedReader
     writer: SealedWriter
 

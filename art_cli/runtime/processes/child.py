@@ -117,7 +117,6 @@ class ChildProcess:
         return await self._process.wait()
 
     def terminate(self) -> None:
-        """Starts ending the program, without waiting."""
         with contextlib.suppress(OSError):  # already ended
             self._control.shutdown(socket.SHUT_WR)
 

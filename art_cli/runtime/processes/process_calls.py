@@ -220,5 +220,4 @@ def checked(kind: type, given: object) -> Any:
 
 @cache
 def _types(kind: type) -> dict[str, Any]:
-    """Returns field names with their runtime types."""
     return {each.name: dict if get_origin(each.type) is dict else each.type for each in fields(kind)}

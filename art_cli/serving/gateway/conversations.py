@@ -48,8 +48,6 @@ LEFT_OUT = ("system", "developer")
 
 
 class Conversation:
-    """An open conversation."""
-
     def __init__(self, recorder: JournaledRecorder, backend: RecordingBackend, now: float) -> None:
         self.recorder, self.backend = recorder, backend
         self.about = recorder.about
@@ -102,7 +100,6 @@ class Conversations:
             self._touch(conversation)
 
     def restore(self, outline: Outline) -> None:
-        """Reopens a journal's unfinished conversations."""
         by_age = sorted(outline.lines, key=outline.last_at)
         young = [name for name in by_age if time.time() - outline.last_at(name) < self._config.idle_s]
         for name in young[-self._config.max_open :]:
@@ -112,7 +109,6 @@ class Conversations:
         log.info("%d earlier conversations continue", len(self.open))
 
     def end_idle(self) -> None:
-        """Ends conversations after the idle time."""
         now = time.monotonic()
         for conversation in list(self.open.values()):
             if now - conversation.last_at >= self._config.idle_s and not conversation.num_in_flight:
@@ -230,7 +226,6 @@ class Conversations:
         self.num_bytes -= conversation.num_counted
 
     def _detach(self, conversation: Conversation) -> None:
-        """Stops accepting calls for the conversation."""
         conversation.is_attached, about = False, conversation.about
         if about.name is not None and self._named.get((about.client, about.name)) is conversation:
             del self._named[about.client, about.name]

@@ -303,7 +303,6 @@ def _answer(id: str) -> Response:
 
 @contextmanager
 def _disk_failures() -> Iterator[None]:
-    """Answers 503 if the disk fails."""
     try:
         yield
     except OSError as error:

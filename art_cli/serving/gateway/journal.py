@@ -65,8 +65,6 @@ class WrittenFile(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """An entry's position."""
-
     offset: int
     length: int
     at: float
@@ -118,8 +116,6 @@ class Outline(NamedTuple):
 
 
 class _Retired(NamedTuple):
-    """A journal being turned into trajectories."""
-
     path: Path
     open: frozenset[str]  # conversations that continue in the new journal
     copied: set[str]  # open conversations already copied
@@ -321,7 +317,6 @@ class Journal:
         path.unlink()
 
     def outline(self) -> Outline:
-        """Returns the current journal's conversations."""
         return _outline(self._writer.path)
 
     def _files(self, *kinds: str) -> Iterator[Path]:

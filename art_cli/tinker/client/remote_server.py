@@ -127,7 +127,6 @@ class RemoteServer:
         )
 
     def is_alive(self) -> bool:
-        """Returns True if the server responds."""
         return 0 < self._status("GET", "healthz") < 500
 
     def tell(self, path: str, fields: dict[str, object]) -> bool:
@@ -227,7 +226,6 @@ class RemoteSession:
         return self.wait(start_in_thread(run), what)
 
     def wait(self, future: Any, what: str) -> Any:
-        """Waits for an SDK future and returns its result."""
         plain, waiting = _plain(future), _Waiting(self.server, what, self._timeout_s)
         while True:
             try:

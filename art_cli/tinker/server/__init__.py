@@ -32,8 +32,6 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]  # decay rate of AdamW's moments
 
 @dataclass(frozen=True)
 class BackendLimits:
-    """Capacity limits of a server."""
-
     models: int = 8  # adapters in training; additional clients wait
     samplers: int = 8  # open engines; idle engines are closed to make room
     snapshots: int = 32  # unsaved weight copies for sampling, per model; the oldest is dropped

@@ -41,8 +41,6 @@ from art_cli.tinker.server.datums import (
 
 
 class Passed(NamedTuple):
-    """The result of a pass over the data."""
-
     logprobs: list[Floats]  # [n, K] for each datum's targets; 0 in skipped rows
     loss: float  # sum over all tokens
     num_tokens: int
@@ -137,7 +135,6 @@ class AdapterLearner:
         return norm
 
     def clear(self) -> None:
-        """Clears the gradients."""
         self.optimizer.clear()
 
     def score(self, token_ids: Sequence[int]) -> list[float]:

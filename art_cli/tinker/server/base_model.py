@@ -122,7 +122,6 @@ class Base:
 
 
 def lora_of(adapter: Path) -> LoraConfig:
-    """Returns the shape of a saved adapter."""
     config: Mapping[str, Any] = json.loads((adapter / "adapter_config.json").read_bytes())
     targets = config["target_modules"]
     return LoraConfig(

@@ -250,7 +250,6 @@ class Store:
         return sorted(found, key=lambda entry: entry[1].created)
 
     def used(self, owner: str) -> int:
-        """Returns the total bytes of the client's checkpoints."""
         return sum(notes.num_bytes for run in self.runs(owner) for _, notes in self.checkpoints(run.id))
 
     def sweep(self) -> None:

@@ -49,8 +49,6 @@ class Failure(NamedTuple):
 
 @dataclass(eq=False)
 class Future:
-    """An accepted request."""
-
     id: str
     owner: str
     digest: bytes  # hash of the request
@@ -94,7 +92,6 @@ class Futures:
 
     @property
     def num_open(self) -> int:
-        """The number of unanswered requests."""
         return sum(account.num_open for account in self._accounts.values())
 
     def add(
@@ -198,7 +195,6 @@ class Futures:
             future.task.cancel()
 
     def refuse(self) -> None:
-        """Refuses new requests."""
         self._is_closing = True
 
     async def finish(self) -> None:
@@ -207,7 +203,6 @@ class Futures:
             await asyncio.wait(tasks)
 
     async def close(self) -> None:
-        """Refuses new requests; unanswered requests fail."""
         self.refuse()
         await end(*self._tasks(), timeout_s=CLOSE_TIMEOUT_S)
         for future in list(self._futures.values()):
@@ -219,6 +214,5 @@ class Futures:
 
 
 def _size(future: Future) -> int:
-    """Returns the result's size in bytes."""
     result = future.result
     return SMALL + len(result.message) if isinstance(result, Failure) else result.num_bytes if result else 0

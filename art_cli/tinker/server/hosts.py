@@ -33,8 +33,6 @@ from art_cli.tinker.server.base_model import Base, ClientLearner
 
 
 class OpenPolicy(Protocol):
-    """Samples from a policy."""
-
     async def score(self, token_ids: list[int]) -> list[float]:
         """Returns [L - 1] logprobs in nats at temperature 1, for every token after the initial one."""
 
@@ -61,7 +59,6 @@ class SampledPolicy:
         return self.adapter is None and self.weights is None
 
     def forget(self) -> None:
-        """Removes the policy's temporary files."""
         if self.is_temporary and self.adapter is not None:
             shutil.rmtree(self.adapter, ignore_errors=True)
 

@@ -123,16 +123,12 @@ class NewModel(NamedTuple):
 
 
 class SaveTo(NamedTuple):
-    """A checkpoint to write."""
-
     at: Place
     notes: Notes
     overwrites: bool = False
 
 
 class Model:
-    """An adapter in training."""
-
     def __init__(self, run: RunNotes, learner: ClientLearner, turns: Turns) -> None:
         self.run, self.learner, self.turns = run, learner, turns
         self.used = time.time()  # time of the last request

@@ -218,7 +218,6 @@ class OpenPolicies:
             await self._end(policy)
 
     async def close(self) -> None:
-        """Closes all policies, even those in use."""
         for policy in [*self._policies.values(), *self._leaving]:
             await self._end(policy)
         self._policies.clear()
@@ -243,8 +242,6 @@ def _takes_room(policy: SampledPolicy) -> bool:
 
 @dataclass(eq=False)
 class SamplingSession:
-    """A client's sampling session."""
-
     id: str
     owner: str
     policy: SampledPolicy
@@ -307,7 +304,6 @@ class Samplers:
             await self._end(old)
 
     async def forget(self, model: str) -> None:
-        """Ends the sampling sessions of an unloaded model."""
         for sampler in [sampler for sampler in self.samplers.values() if sampler.model == model]:
             await self._end(sampler)
 
