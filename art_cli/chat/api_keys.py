@@ -50,10 +50,7 @@ def bearer(headers: Headers) -> str | None:
 
 
 def single(headers: Headers, name: str) -> str:
-    """Returns a header's value; "" if it is missing or repeated with different values.
-
-    With repeated values, a proxy and this server could check different values.
-    """
+    """Returns a header's value; "" if it is missing, or repeated with values that a proxy could read differently."""
     values = set(headers.getlist(name))
     return values.pop() if len(values) == 1 else ""
 

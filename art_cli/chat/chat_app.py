@@ -64,10 +64,7 @@ def wrong_key(key: str | None) -> ChatError:
 
 @dataclass(frozen=True, kw_only=True)
 class AppSettings:
-    """Settings of an application.
-
-    Example: `AppSettings(body_limit=lambda: BodyLimit(2**20), is_processed=True)`
-    """
+    """Settings of an application.  Example: `AppSettings(body_limit=lambda: BodyLimit(2**20), is_processed=True)`"""
 
     refuse_key: Callable[[str | None], ChatError] = wrong_key  # returns the error for an unknown key
     body_limit: Callable[[], BodyLimit] = BodyLimit  # called for each request
@@ -398,9 +395,7 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
 
 
 def error_response(error: ChatError, wire: Wire) -> Response:
-    """Returns the error as an HTTP response. A 408 closes the connection, because the rest of the body may never
-    arrive.
-    """
+    """Returns the error as an HTTP response. A 408 closes the connection, because the body may never arrive."""
     headers = {"retry-after": error.retry_after} if error.retry_after else {}
     if error.status == 408:
         headers["connection"] = "close"

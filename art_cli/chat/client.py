@@ -276,11 +276,7 @@ def _masked(request: Request, choice: Choice) -> Choice:
 
 
 def openai_body(request: Request, model: str, refused: Set[str], *, is_stream: bool) -> Json:
-    """Returns the request's body without the `refused` fields that the client did not set.
-
-    All other sampling fields are sent, because endpoints have different defaults (vLLM uses the model's
-    generation_config.json).
-    """
+    """Returns the body without the refused fields that the client did not set; all others, as defaults differ."""
     body: Json = {"model": model, **_question(request), **_sampling(request.sampling)}
     body |= {"logprobs": True, "return_token_ids": True}
     if request.messages is None:
@@ -299,10 +295,7 @@ def openai_body(request: Request, model: str, refused: Set[str], *, is_stream: b
 
 
 def refused_fields(request: Request, refused: Set[str], status: int, answer: bytes) -> frozenset[str]:
-    """Returns the optional fields that the endpoint's refusal names.
-
-    A message names the field only where the error has no `param`, because it may quote what a client sent.
-    """
+    """Returns the optional fields that a refusal names: in `param`, else in the message, which may quote the client."""
     error = read_error(answer)
     message = error.message[:MAX_MESSAGE]
     variables = "chat_template_kwargs"

@@ -117,10 +117,7 @@ class ControlTokens:
         return self.encode(text, guard)
 
     def encode(self, text: str, guard: "Guard") -> list[int]:
-        """Tokenizes text that was rendered from guarded values.
-
-        Raises ValueError if the tokenizer cannot encode a marker as plain text.
-        """
+        """Tokenizes text rendered from guarded values. Raises ValueError if a marker cannot be encoded as text."""
         whole = guard.restored(text)
         if not self.differ(text, whole):
             ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=False)
@@ -320,9 +317,7 @@ def _has(text: str, letters: str) -> bool:
 
 
 def _finder(marks: Sequence[str]) -> "re.Pattern[str]":
-    """Matches all positions where a mark begins, including inside other marks. The group is the rest of the longest
-    mark.
-    """
+    """Matches all positions where a mark begins, also inside other marks. The group is the longest mark's rest."""
     by_first: dict[str, list[str]] = {}
     for mark in sorted(marks, key=len, reverse=True):
         by_first.setdefault(mark[0], []).append(re.escape(mark[1:]))

@@ -280,9 +280,7 @@ async def _until_ready(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
 
 
 class Stopping:
-    """Graceful shutdown of a server. `refuse` starts refusing requests; `num_running` requests have `drain_s` to
-    finish.
-    """
+    """Graceful shutdown: `refuse` refuses new requests, and `num_running` requests have `drain_s` to finish."""
 
     def __init__(self, drain_s: float, *, refuse: Callable[[], None], num_running: Callable[[], int]) -> None:
         self._drain_s, self._refuse, self._num_running = drain_s, refuse, num_running

@@ -45,10 +45,7 @@ class ProvenSteps:
             self._is_settled.set()
 
     async def digest(self, step: int) -> str:
-        """Returns the policy digest for replies of `step`; "" if no proof was requested.
-
-        Raises ChatError if the proof failed or timed out.
-        """
+        """Returns the digest for replies of `step`, "" if no proof was asked for. Raises ChatError without a proof."""
         if (known := self._digests.get(step)) is not None:
             return known
         with contextlib.suppress(TimeoutError):

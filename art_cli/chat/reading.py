@@ -81,18 +81,13 @@ def _too_large(limit: BodyLimit) -> ChatError:
 
 
 class RequestReader:
-    """Prepares requests for sampling: parsing, chat template, tokenizer.
-
-    Uses a single thread, because more threads would compete for the GIL with the event loop.
-    """
+    """Parses and renders requests in a single thread, because more threads would compete for the GIL."""
 
     def __init__(self) -> None:
         self._workers = WorkerPool(size=1, wait_s=WAIT_S, run_s=READ_S, max_abandoned=2)
 
     async def read(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Returns the function's result. Raises ChatError 400 if it takes too long, and 503 if too many calls are
-        waiting.
-        """
+        """Returns the function's result. Raises ChatError: 400 if it takes too long, 503 if too many calls wait."""
         try:
             return await self._workers.call(function, *arguments)
         except Overran:
@@ -116,10 +111,7 @@ def decode_object(body: bytes) -> Json:
 
 
 def convert(fields: Json, kind: type[Result], *, strict: bool = True) -> Result:
-    """Converts the fields to a msgspec.Struct. Raises ChatError 400 with the name of the first invalid field.
-
-    Without `strict`, numbers may be strings.
-    """
+    """Converts the fields to a msgspec.Struct. Raises ChatError 400 with the first invalid field's name."""
     try:
         return msgspec.convert(fields, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -148,10 +140,7 @@ def _outside_strings(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_string(body: bytes, start: int) -> int:
-    """Returns the index after the closing quote of the string that begins at `start`, or the end of the body.
-
-    If a slice ends inside an escape, the next slice begins at its backslash.
-    """
+    """Returns the index after the string's closing quote, or the body's end. A slice never splits an escape."""
     while start < len(body):
         found = _IN_STRING.match(body, start, start + _SLICE)
         end = start if found is None else found.end()

@@ -294,10 +294,7 @@ def _extend(whole: Choice, piece: Choice) -> None:
 
 
 def _finished(choice: Choice) -> Choice:
-    """Returns a copy with None for missing lists. More chunks may follow, because endpoints send the usage last.
-
-    The content is null if there are tool calls but no text.
-    """
+    """Returns a copy with None for missing lists, and null content if there are tool calls but no text."""
     num_tokens = len(choice.logprobs)
     message = choice.message
     if message is not None:

@@ -157,10 +157,7 @@ def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
 
 
 def _as_searched(loaded: LoadedConfig, policy: Path, *, is_trusted: bool) -> LoadedConfig:
-    """For a prompt, returns the configuration with the run's endpoint.
-
-    Raises UsageError if the run is not trusted.
-    """
+    """For a prompt, returns the configuration with the run's endpoint.  Raises UsageError if the run is not trusted."""
     run = run_of(policy) if (policy / "manifest.json").exists() else RunDir(policy)
     engine = run_config(run).get("engine")
     if not isinstance(engine, dict) or engine.get("name") not in HOSTED:
@@ -192,10 +189,7 @@ class Watch:
 
 
 def claim_directory(directory: Path, loaded: LoadedConfig) -> None:
-    """Records a hash of settings and rollout code, without the rollout's imports.
-
-    Raises UsageError if the directory has attempts with a different hash.
-    """
+    """Records a hash of settings and rollout code. Raises UsageError if the directory's attempts have another hash."""
     assert loaded.config.eval is not None, "no eval section"
     rollouts = [part.config.rollout for part in loaded.by_source.values()]
     settings = [each.model_dump(mode="json", include=DECIDING) for each in rollouts]
@@ -339,10 +333,7 @@ def as_object(
 
 
 def as_text(rows: Sequence[MetricRow], *, gates: Sequence[evaluate.Gate] = ()) -> str:
-    """Returns a line per policy and metric. For many policies, starts with a summary, best policy first.
-
-    Hides counts, except for gates and with --verbose.
-    """
+    """Returns a line per policy and metric, after a summary for many policies. Hides counts without --verbose."""
     is_many = len({row.policy for row in rows}) >= SUMMARY_FROM
     table = _as_table([row for row in rows if row.metric not in hidden(gates)])
     return (_as_summary(rows) + "\n" if is_many else "") + table

@@ -100,8 +100,7 @@ def _find_token() -> str:
 
 
 def _push(directory: Path, repo: str | None, token: str | None) -> str | None:
-    """Uploads the model to a repository (new ones are private) and returns its URL, or None without a repository.
-    Raises ArtError."""
+    """Uploads the model (a new repository is private). Returns its URL, or None without `repo`. Raises ArtError."""
     if repo is None or token is None:
         return None
     import huggingface_hub

@@ -53,10 +53,7 @@ def report(
     before: str | dict[str, Any] = "",
     is_whole: bool = True,
 ) -> None:
-    """Prints the judging summary `before` and the report, as text or JSON. Raises GateError.
-
-    Gates fail while groups are unscored, because the hardest groups may be missing.
-    """
+    """Prints `before` and the report. Raises GateError, also while groups are unscored: the hardest may be missing."""
     from art_cli.judges.judge_report import make_report, report_lines
     from art_cli.loop.evaluate import parse_gate
 

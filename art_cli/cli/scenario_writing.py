@@ -286,8 +286,7 @@ def write(
 
 
 def _tasks_before(output: Path, *, is_more: bool) -> list[Json]:
-    """Returns existing tasks. Raises UsageError for an existing file without --append, DataError for other
-    scenarios."""
+    """Returns existing tasks. Raises UsageError for a file without --append, DataError for other scenarios."""
     if not output.exists():
         return []
     if not is_more:

@@ -152,10 +152,7 @@ def _choose_engine(
     *,
     is_trusted: bool = False,
 ) -> "EngineConfig":
-    """Returns the requested engine. `auto` selects an installed engine that can serve the sources.
-
-    Raises UsageError if an untrusted run names vLLM's program, before starting the program.
-    """
+    """Returns the requested engine. Raises UsageError if an untrusted run names vLLM's program."""
     from art_cli.engines.vllm.arguments import ONLY_16_BITS
     from art_cli.loop.engine_choice import Machine, choose_engine
     from art_cli.serving.served_policies import check_trust, engine_config, read_knobs

@@ -101,10 +101,7 @@ def files_and_settings(demos: Path, words: Sequence[str]) -> tuple[list[Path], l
 
 
 def _own_section(config: Path, files: Sequence[Path], settings: Sequence[str]) -> list[str]:
-    """Returns a setting for `sft.demos` from the files, unless the command line has one.
-
-    Raises ConfigError for a setting with other files.
-    """
+    """Returns a setting for `sft.demos` from the files. Raises ConfigError if the command line names other files."""
     values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in settings)}
     from art_cli.config.key_locations import COMMAND_LINE
 

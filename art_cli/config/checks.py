@@ -55,10 +55,7 @@ def _improve_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _of_each_source(
     config: RunConfig, check: Callable[[RunConfig], Iterator[tuple[str, str]]], *, has_use: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Runs `check` on every source's configuration, and yields the messages with the user's keys.
-
-    `has_use`: a shared setting is reported only if every source reports it.
-    """
+    """Yields the messages of `check` on every source. `has_use`: shared settings only if all sources report them."""
     parts = config.by_source
     found = Counter(
         (config.key_in(name, key), text) for name, part in parts.items() for key, text in dict.fromkeys(check(part))

@@ -122,10 +122,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
-    """Composes a new configuration file from options and values. Raises ConfigError.
-
-    The required sections `model` and `rollout` default to the values in the recipe `blank`.
-    """
+    """Composes a new configuration file; `model` and `rollout` default to the recipe blank's. Raises ConfigError."""
     composition = Composition(None, RunConfig)
     composed = composition.compose(overrides)
     needed = {"model": {"base": TINY}, "rollout": dict(BLANK_ROLLOUT)}
@@ -196,10 +193,7 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
 
 
 def load_backend(path: Path | None, overrides: Sequence[str] = ()) -> LoadedBackend:
-    """Loads model, engine and learner from a run's configuration, a smaller file, or overrides alone.
-
-    Raises ConfigError.
-    """
+    """Loads model, engine and learner from a configuration, a smaller file, or overrides. Raises ConfigError."""
     composition = Composition(path, _BackendOnly)
     composed = composition.compose(overrides)
     if path is not None and "rollout" in composed:

@@ -114,10 +114,7 @@ def _a_directory(path: Path) -> str:
 
 
 def _check_shape(text: str, shown: str) -> None:
-    """Raises ConfigError for deep nesting, too many values or a document without a mapping.
-
-    Aliases count as if written out. Raises yaml.YAMLError for invalid YAML.
-    """
+    """Raises ConfigError for too deep or large YAML (aliases written out) or no mapping, and yaml.YAMLError."""
     num_values = 0
     begun: list[tuple[str | None, int]] = []  # anchor and number of values before it, of each open list or mapping
     sizes: dict[str | None, int] = {}  # anchor -> number of values

@@ -75,10 +75,7 @@ class DefaultsList:
         self._seen: set[str] = set()  # groups in the expanded lists
 
     def expand(self, body: DictConfig, file: Path | None) -> list[DefaultsPart]:
-        """Returns the parts in merge order. Chosen groups that are neither listed nor sections come last.
-
-        Raises DefaultsError, and ConfigError for a file that cannot be read.
-        """
+        """Returns the parts in merge order; chosen groups not listed come last. Raises DefaultsError, ConfigError."""
         known: dict[str, list[str]] | None = None
         while known != self._chosen:  # an `override` also changes earlier items
             known = self._chosen

@@ -32,10 +32,7 @@ WRITERS: Mapping[str, Callable[[Trajectory], Json]] = {
 
 
 def write_traces(trajectories: Sequence[Trajectory], output: Path, form: str) -> None:
-    """Writes all trajectories to `output`, group by group, ordered by index.
-
-    Trajectories that do not fit the format are skipped with a warning. Raises DataError if no trajectory fits.
-    """
+    """Writes the trajectories by group and index. Skips those that do not fit; raises DataError if none fits."""
     groups = {trajectory.group_id: number for number, trajectory in enumerate(trajectories)}
     records: list[Json] = []
     problems: list[str] = []

@@ -143,10 +143,7 @@ def first_question(messages: Sequence[Json], otherwise: Any = None) -> str:
 
 
 def _trained(tokens: Tokens) -> Iterator[tuple[list[int], list[int], list[float]]]:
-    """Yields (prompt, sampled, logprobs) for each run of trained tokens; masked tokens become part of the next prompt.
-
-    Raises ValueError for mismatched lengths or invalid values.
-    """
+    """Yields (prompt, sampled, logprobs) of each trained run; masked tokens join the next prompt. Raises ValueError."""
     prompt, sampled = list(tokens.prompt_ids), list(tokens.sampled_ids)
     logprobs = list(tokens.logprobs)
     mask = [True] * len(sampled) if tokens.mask is None else [bool(each) for each in tokens.mask]

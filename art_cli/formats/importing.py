@@ -366,10 +366,7 @@ def _reader_of(record: Json, readers: Sequence[TraceReader], form: str | None) -
 
 
 def _group_of(record: Json, group_by: str | None, *, is_part: bool) -> str | None:
-    """Returns the value of the dotted key.
-
-    Raises ValueError for a missing key, unless another record of the attempt may have it (`is_part`).
-    """
+    """Returns the dotted key's value. Raises ValueError if it is missing, unless another record may have it."""
     if group_by is None:
         return None
     value: Any = record

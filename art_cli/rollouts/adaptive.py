@@ -40,10 +40,7 @@ class AdaptiveOrder:
         self._seed = seed
 
     def groups(self, step: int, groups_per_step: int, num_spare: int, history: History) -> list[int]:
-        """Returns indices into `ids`: the step's scenarios, followed by `num_spare` scenarios for refills.
-
-        If the step needs more scenarios than exist, all of them are drawn again.
-        """
+        """Returns indices into `ids`: the step's scenarios, then spare ones. Scenarios repeat if there are too few."""
         half_life = max(MIN_HALF_LIFE, len(set(self._pools)) / groups_per_step)
         probabilities = self.probabilities(expected_signal(history, step=step, half_life=half_life))
         drawn: list[int] = []
@@ -52,9 +49,7 @@ class AdaptiveOrder:
         return drawn[: groups_per_step + num_spare]
 
     def probabilities(self, signals: Mapping[str, float]) -> list[float]:
-        """Returns each scenario's probability to be drawn first. `signals` maps pools to signals; the default is the
-        prior.
-        """
+        """Returns each scenario's probability to be drawn first. `signals` has pools; others have the prior."""
         found = [signals.get(pool, PRIOR_SIGNAL) for pool in self._pools]
         total, same = math.fsum(found), EXPLORED_SHARE / len(found)
         if total == 0:

@@ -67,10 +67,7 @@ def _writable(text: str) -> str:
 
 
 def from_exception(error: BaseException, root: Path) -> AttemptError:
-    """Converts an exception from the user's code. The message names the innermost line in a file under `root`.
-
-    For an exception group the message has the group's text and the first error's text.
-    """
+    """Converts an exception from the user's code. The message names the innermost line in a file under `root`."""
     leaves = list(islice(_leaves(error), MAX_LEAVES))
     cause = leaves[0]
     message = message_of(error)
@@ -100,10 +97,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _classes(error: BaseException, root: Path) -> set[str]:
-    """Returns the names of the error's class and bases; none for an error of the system or of a server.
-
-    Errors raised while such an error was handled count as such an error, also without `from`.
-    """
+    """Returns the names of the error's class and bases; none if a system's or server's error is in its context."""
     causes = list(_causes(error, with_context=True))
     if any(isinstance(cause, (OSError, MemoryError, ImportError)) or _is_named_transport(cause) for cause in causes):
         return set()
@@ -113,10 +107,7 @@ def _classes(error: BaseException, root: Path) -> set[str]:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Returns whether the connection or the server failed, and not the code that used it.
-
-    Frameworks wrap their client's errors (`raise ... from`), so the chain of causes counts.
-    """
+    """Returns whether the connection or server failed; frameworks wrap such errors, so the causes count."""
     return any(map(_is_named_transport, _causes(error)))
 
 

@@ -63,11 +63,7 @@ class CommandRollout:
         self._program = found
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Raises AttemptError if the program failed or printed no outcome, and RolloutError for a wrong type of
-        outcome.
-
-        After the first valid outcome, a wrong type is also an AttemptError.
-        """
+        """Raises AttemptError if the program failed, and RolloutError if its first outcome has a wrong type."""
         passed, withheld = _split(self._env)
         environment = {
             **passed,

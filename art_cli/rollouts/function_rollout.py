@@ -68,10 +68,7 @@ class _Environment(os._Environ[str]):
 
 @contextlib.contextmanager
 def reading_own(key: str) -> Iterator[None]:
-    """Runs the block as part of the attempt with this key, including tasks and threads that inherit its context.
-
-    The caller must run in a task or thread whose context belongs to this attempt only.
-    """
+    """Runs the block as part of the attempt with this key. The caller's context belongs to this attempt only."""
     os.environ.__class__ = _Environment
     _own.set(key)
     _playing.add(key)
@@ -99,9 +96,7 @@ class FunctionRollout:
         self._connections = Connections(has_one_loop=self._is_async)
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
-        """Returns the function's outcome. Raises AttemptError if the function failed, and RolloutError for a wrong
-        type.
-        """
+        """Raises AttemptError if the function failed, and RolloutError for a wrong type of result."""
         os.environ.update(past_proxies(policy.base_url))
         ending = await self._run(policy, copy.deepcopy(scenario))  # the function may modify its copy
         if isinstance(ending, Outcome):
@@ -153,10 +148,7 @@ class FunctionRollout:
         return self._read(value)
 
     async def _watch(self) -> None:
-        """Measures how long attempts run, and how long the event loop is blocked without computing.
-
-        Computing agents and busy machines do not count as blocked.
-        """
+        """Measures how long attempts run, and how long the loop stands still without computing."""
         while self._num_playing:
             begin, worked = time.monotonic(), _worked_s()
             await asyncio.sleep(TICK_S)

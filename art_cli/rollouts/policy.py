@@ -29,10 +29,7 @@ MAX_METADATA_BYTES = 16 * 2**20  # maximum size of an outcome's metadata as JSON
 
 
 def past_proxies(base_url: str) -> dict[str, str]:
-    """Returns the variables that keep calls to the gateway away from a company's proxy (HTTP_PROXY).
-
-    Clients read NO_PROXY in capitals or in small letters, and some read only the latter if both are set.
-    """
+    """Returns the variables that keep calls to the gateway away from a proxy; clients read either spelling."""
     host = urlsplit(base_url).hostname or ""
     hosts = [host for name in ("no_proxy", "NO_PROXY") for host in os.environ.get(name, "").split(",") if host.strip()]
     direct = ",".join(dict.fromkeys([*hosts, host]))
@@ -88,10 +85,7 @@ def _make_client(*names: str) -> Any:
 
 
 def import_client() -> None:
-    """Imports the modules for `policy.client` early, because the import takes almost a second.
-
-    Import errors are reported later, by the attempt that asks for a client.
-    """
+    """Imports the modules for `policy.client` early; the attempt that asks for a client reports errors."""
     with contextlib.suppress(Exception):
         _import_openai()
         import_module("openai.resources.chat.completions")

@@ -83,9 +83,7 @@ class ProcessRollout:
             raise
 
     async def open(self) -> None:
-        """Loads the function in all processes. Raises UsageError if loading fails, and RolloutError for a wrong
-        signature.
-        """
+        """Loads the function in all processes. Raises UsageError, and RolloutError for a wrong signature."""
         try:
             await asyncio.gather(*(process.start() for process in self._processes))
         except BaseException:
@@ -157,10 +155,7 @@ class RolloutProcess:
         await asyncio.sleep(0)  # lets the task send its message now, because the caller may block the loop next
 
     async def start(self) -> None:
-        """Returns when a running or newly started process has loaded the function.
-
-        Cancelling the caller does not stop the start, because an import may take longer than an attempt.
-        """
+        """Returns when a process has loaded the function. Cancelling the caller does not stop the start."""
         if self._starting is None or self._starting.done():
             if self.is_running and self._loading is None:
                 return

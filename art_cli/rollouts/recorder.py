@@ -119,10 +119,7 @@ class Recorder:
         return {**call, "function": {**function, "arguments": sampled}}
 
     def record(self, request: Request, reply: Reply) -> Recorded:
-        """Records an answered call: one turn and one conversation per choice.
-
-        A reply without token ids or logprobs, from a third-party endpoint, adds messages but no turn.
-        """
+        """Records an answered call: a turn (if the reply has tokens) and a conversation per choice."""
         self.num_calls += 1
         self.upstream_error = None
         if reply.usage is not None and not reply.prompt_ids:

@@ -127,10 +127,7 @@ class Gateway:
         return self.upstream.endpoint.model
 
     async def name_policy(self, part: Reply | Chunk) -> None:
-        """Sets the policy digest for the step that sampled this part, unless the engine named the policy.
-
-        Raises ChatError if the policy's weights could not be proven.
-        """
+        """Sets the policy digest of the step that sampled this part. Raises ChatError if it is not proven."""
         part.policy = part.policy or await self.proven.digest(part.step)
 
     @property
@@ -301,10 +298,7 @@ class RecordingBackend:
         return reply
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
-        """Yields the answer's chunks. The chunk that completes the answer comes after the answer is recorded.
-
-        When the client leaves, the answer is recorded first. Only then does the stream wait for the engine to stop.
-        """
+        """Yields the answer's chunks. The answer is recorded before its last chunk, or when the client leaves."""
         call, engine = self._begin(request), self._gateway.upstream.backend
         async with contextlib.aclosing(engine.stream(call.sent)) as chunks:
             with self._calling(call):
@@ -396,10 +390,7 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
-        """Keeps a call in flight. If the attempt ends first, the call is cancelled and its client gets an error.
-
-        Times, refusals and unexpected errors count for recorded calls, which are the policy's own.
-        """
+        """Keeps a call in flight. If the attempt ends first, the call is cancelled and its client gets an error."""
         begin, is_own = time.monotonic(), call.request.is_recorded
         if is_own and self._is_idle():
             self._gateway.calls.idle_s += begin - self._idle_since

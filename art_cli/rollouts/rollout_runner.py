@@ -217,9 +217,7 @@ class Runner:
         cluster: ClusterRollout | None = None,
         begun: Mapping[str, ProcessRollout] | None = None,
     ) -> None:
-        """`cluster` plays the rollouts on its nodes instead of this machine. `begun` comes from `begin_rollouts`;
-        entering the runner loads all other rollouts.
-        """
+        """`cluster` plays the rollouts on its nodes. `begun` comes from `begin_rollouts`; entering loads the others."""
         self._cluster = cluster
         self._config = config
         self._begun = begun or {}
@@ -480,9 +478,7 @@ class _AgentWatch:
 
 
 class _SilenceWatch:
-    """Warns about rollouts that return a reward without a call while other rollouts make calls. Calls may be
-    misattributed.
-    """
+    """Warns about rollouts with a reward but no call, while others make calls, which may be theirs."""
 
     def __init__(self, *, is_told: bool) -> None:
         self._has_calls = self._has_silent = False

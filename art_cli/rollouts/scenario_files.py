@@ -131,10 +131,7 @@ def _an_object(value: Any, source: object, line: int | None = None) -> Json:
 
 
 def pools_of(scenarios: Sequence[Json], key: str | None) -> list[str]:
-    """Returns each scenario's pool: its value of `key`, or its id if `key` is None.
-
-    Raises DataError if a scenario lacks the key or its value is not a string or number.
-    """
+    """Returns each scenario's value of `key`, or its id for None. Raises DataError unless it is text or a number."""
     if key is None:
         return [str(scenario["id"]) for scenario in scenarios]
     for scenario in scenarios:

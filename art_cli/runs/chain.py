@@ -89,16 +89,12 @@ class Flaw(NamedTuple):
 
 
 def read_chain(run: RunDir) -> list[Link]:
-    """Returns the links, oldest first (empty for runs made before chains existed). Raises DataError if the file is
-    damaged."""
+    """Returns the links, oldest first; none for older runs. Raises DataError if the file is damaged."""
     return list(run.lines(run.root / NAME, Link))
 
 
 def add_link(run: RunDir, manifest: Manifest, *, rest: int | None = None) -> None:
-    """Writes the newest checkpoint's link unless it exists.
-
-    With `rest`, also writes a link without a checkpoint that names new records and new files of steps before `rest`.
-    """
+    """Writes the newest checkpoint's link, or with `rest` one that names new records of steps before `rest`."""
     links = read_chain(run)
     if manifest.origin is None:
         return

@@ -212,10 +212,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _mend_tail(handle: int, path: Path) -> None:
-    """Ends the file with a newline: completes a whole last line, cuts off a torn one.
-
-    Raises DataError if the last line is not a record.
-    """
+    """Ends the file with a newline: cuts off a torn last line. Raises DataError if the last line is not a record."""
     size = os.fstat(handle).st_size
     start, tail = size, b""
     while start > 0 and b"\n" not in tail:
@@ -281,10 +278,7 @@ def is_locked_here(directory: Path) -> bool:
 
 
 def read_object(path: Path, *, within: Path | None = None) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises DataError if it is missing, too large, too deep, or not a JSON object.
-
-    `within` is the run directory. Links that lead out of it are refused.
-    """
+    """Returns the JSON object in a file. Raises DataError, also for a link that leads out of the run `within`."""
     try:
         data = read_file(path, max_bytes=MAX_OBJECT_BYTES, within=within)
         value = json.loads(data)
@@ -338,10 +332,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def new_directory(path: Path, *, is_private: bool = True) -> Iterator[Path]:
-    """Yields an empty temporary directory next to `path`. On a clean exit it is fsynced and renamed to `path`.
-
-    `is_private` limits access to the owner, whatever modes the files were written with.
-    """
+    """Yields a temporary directory that is fsynced and renamed to `path` at the end. `is_private`: for its owner."""
     make_directory(path.parent)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     beside.mkdir(mode=0o700 if is_private else 0o777)

@@ -154,10 +154,7 @@ def read_updates(lines: Iterable[MetricsLine]) -> list[UpdateNumbers]:
 
 
 def read_history(run: RunDir) -> History:
-    """Reads a run's history up to its current end.
-
-    Raises DataError if metrics.jsonl is damaged above the last line.
-    """
+    """Reads a run's history. Raises DataError if metrics.jsonl is damaged above the last line."""
     lines = [line for line in run.metrics() if 0 <= line.step <= MAX_STEP]
     evaluations = [_evaluated(run, line) for line in lines if line.split == "eval"]
     warm_up = next((sound(line.metrics) for line in lines if line.split == "sft"), None)

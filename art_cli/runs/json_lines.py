@@ -88,10 +88,7 @@ class Line(NamedTuple):
 
 
 def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
-    """Yields all lines except blank ones.
-
-    Raises DataError for UTF-16 or UTF-32 text, for oversized lines, and for files that `open_file` refuses.
-    """
+    """Yields all lines but blank ones. Raises DataError for UTF-16, UTF-32, oversized lines and refused files."""
     offset = number = 0
     try:
         opened = open_file(path, within=within)
@@ -110,10 +107,7 @@ def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
 
 
 def decode(line: bytes, decoder: "msgspec.json.Decoder[Record]", *, mends_numbers: bool = True) -> Record:
-    """Decodes one line, repairing it if necessary. Raises ValueError with a one-line reason.
-
-    With `mends_numbers` set to False, NaN, Infinity and numbers beyond the float range are errors.
-    """
+    """Decodes one line, repairing it if necessary (NaN only with `mends_numbers`). Raises ValueError in one line."""
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -142,10 +142,7 @@ def _sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def manifest_digest(data: bytes) -> str:
-    """Returns the sha256 of a manifest's JSON with an empty `digest`, including unknown fields.
-
-    Invalid JSON gives "".
-    """
+    """Returns the sha256 of a manifest's JSON with an empty `digest`, including unknown fields; "" if invalid."""
     try:
         return hashlib.sha256(msgspec.json.encode(msgspec.json.decode(data) | {"digest": ""})).hexdigest()
     except (ValueError, RecursionError):
@@ -153,10 +150,7 @@ def manifest_digest(data: bytes) -> str:
 
 
 def policy_digest(origin: Origin, files: Mapping[str, str]) -> str:
-    """Returns the sha256 that names a policy: a hash over its origin and the hashes of the files that affect replies.
-
-    `files` comes from a manifest, or is empty for a bare base model.
-    """
+    """Returns a policy's name: a sha256 of its origin and of the hashes of files that affect replies."""
     weights = {name: digest for name, digest in sorted(files.items()) if not name.startswith(NOT_WEIGHTS)}
     return hashlib.sha256(msgspec.json.encode([msgspec.to_builtins(origin), weights])).hexdigest()
 
@@ -167,10 +161,7 @@ def digest_of(manifest: Manifest) -> str:
 
 
 def verify_checkpoint(directory: Path) -> Manifest:
-    """Hashes every file of a checkpoint and returns its manifest.
-
-    Raises CheckpointError on any problem.
-    """
+    """Hashes every file of a checkpoint and returns its manifest.  Raises CheckpointError on any problem."""
     manifest = _read_hashes(directory, MANIFEST, Manifest)
     if manifest.digest and manifest.digest != manifest_digest(
         read_file(directory / MANIFEST, max_bytes=MAX_PROOF_BYTES)
@@ -189,10 +180,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify_built(directory: Path) -> None:
-    """Compares a built base model with its hashes. Models from older versions have no hashes and pass.
-
-    Raises CheckpointError on any problem.
-    """
+    """Raises CheckpointError if a built base differs from its hashes; older versions wrote none."""
     if os.path.lexists(directory / HASHES):
         _verify_files(directory, _read_hashes(directory, HASHES, Hashes))
 

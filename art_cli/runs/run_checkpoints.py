@@ -229,10 +229,7 @@ def _found(path: Path, run: RunDir | None) -> Found:
 
 
 def base_of(found: Found) -> str:
-    """Returns the hub id or directory of a checkpoint's or adapter's base model.
-
-    Raises CheckpointError if no base model is named, or its directory is missing.
-    """
+    """Returns the base's hub id or directory. Raises CheckpointError if it is not named or is missing."""
     name: str = found.manifest.base if found.manifest is not None else ""
     name = name or str(_read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
     if not name:
@@ -254,10 +251,7 @@ def is_base(path: Path) -> bool:
 
 
 def run_config(run: RunDir | None) -> dict[str, Any]:
-    """Returns a run's resolved configuration, or {} if config.json is missing.
-
-    Raises DataError if config.json is not a JSON object or has invalid values.
-    """
+    """Returns a run's resolved configuration, or {} without one. Raises DataError if it is invalid."""
     if run is None or not os.path.lexists(run.config_path):
         return {}
     config = read_object(run.config_path, within=run.root)
@@ -295,10 +289,7 @@ def _entry(run: RunDir, step: int, evaluation: dict[str, float]) -> Listed:
 
 
 def find_digest(root: Path, digest: str) -> list[tuple[Path, int]]:
-    """Returns (run directory, step) of each policy whose digest starts with `digest`, at or directly below `root`.
-
-    Nights of `art improve` count as their run's. Pruned checkpoints are found through the run's metrics.
-    """
+    """Returns (run, step) of the policies with this digest, at or below `root`; nights count as their run's."""
     found = []
     places = [root, *sorted(path for path in root.iterdir() if path.is_dir())]
     for place in [each for outer in places for each in (outer, *sorted(outer.glob("nights/*/run")))]:

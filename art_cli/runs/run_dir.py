@@ -153,10 +153,7 @@ class RunDir:
         return sorted(step for step, path in steps.items() if path == self.checkpoint_path(step))
 
     def newest_checkpoint(self, steps: Iterable[int] | None = None) -> tuple[Path, Manifest] | None:
-        """Returns the newest valid checkpoint, or with `steps` the earliest valid one in this order.
-
-        Logs a warning with the reason for each skipped checkpoint.
-        """
+        """Returns the newest valid checkpoint, or the earliest in `steps`, with a warning for each skipped one."""
         for step in reversed(self.checkpoint_steps()) if steps is None else steps:
             try:
                 return self.checkpoint_path(step), verify_checkpoint(self.checkpoint_path(step))

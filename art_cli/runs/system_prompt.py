@@ -32,10 +32,7 @@ class SystemPrompt(msgspec.Struct, frozen=True, kw_only=True):
         return "\n\n".join(part for part in self.parts.values() if part)
 
     def apply(self, request: Request) -> Request:
-        """Returns the request with the prompt in its system message. An empty prompt changes nothing.
-
-        Raises ChatError for plain completions, because they have no messages.
-        """
+        """Returns the request with the prompt in its system message. Raises ChatError for plain completions."""
         if not self.text:
             return request
         if request.messages is None:

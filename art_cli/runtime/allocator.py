@@ -57,10 +57,7 @@ def memory_size() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Applies the settings to this process. Thresholds and padding from the user's environment take precedence.
-
-    A user's arena maximum is not read, because a single arena satisfies every maximum.
-    """
+    """Applies the settings, unless the user's environment sets them; one arena satisfies every arena maximum."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: Windows has no handle for None
         library = ctypes.CDLL(None)
         for setting, name, value in _SETTINGS:
@@ -69,10 +66,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Returns free memory of all arenas to the kernel if it exceeds `KEPT` bytes.
-
-    Limits holes between used blocks, and arenas created before `keep_freed_memory`.
-    """
+    """Returns more than `KEPT` bytes of free memory to the kernel: holes, and arenas made before the settings."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # AttributeError: glibc before 2.33 has no mallinfo2
         library = ctypes.CDLL(None)
         library.mallinfo2.restype = _Numbers

@@ -187,10 +187,7 @@ def naming_source(source: str) -> Iterator[None]:
 
 
 def printable(text: object, *, limit: int | None = None) -> str:
-    """Returns the text on a single line. Terminal control characters are escaped: "\\x1b", "\\n", "\\u202e".
-
-    Text beyond `limit` characters is cut.
-    """
+    """Returns the text on one line, control characters escaped ("\\x1b"), cut after `limit` characters."""
     whole = str(text)
     return _UNPRINTABLE.sub(_escape, whole if limit is None or len(whole) <= limit else f"{whole[:limit]}...")
 
@@ -236,10 +233,7 @@ def describe(error: BaseException) -> str:
 
 
 def one_line(error: BaseException, *, limit: int = 200) -> str:
-    """Returns the first line of an exception's message, cut to `limit` characters; the type name for empty messages.
-
-    A line that ends in a colon only announces the next one, which is returned too.
-    """
+    """Returns a message's first line (and the next behind a colon), cut; the type name for empty messages."""
     lines = message_of(error).strip().splitlines() or [type(error).__name__]
     return printable(" ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1])), limit=limit)
 
@@ -251,8 +245,7 @@ def first_sentence(text: str) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Returns True if a disk or a quota was full. Rust libraries such as safetensors, and shutil.copytree, only mention
-    this in the message."""
+    """Returns True if a disk or a quota was full; some libraries say so only in the message."""
     full = (errno.ENOSPC, errno.EDQUOT)
     said = [text for number in full for text in (f"(os error {number})", f"[Errno {number}]")]
     return getattr(error, "errno", None) in full or any(each in str(error) for each in said)

@@ -21,10 +21,7 @@ _loading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)  # pe
 
 
 def resolve(entry: str, *, base: Path) -> Any:
-    """Returns the object named by `entry`. Paths are relative to the directory `base`.
-
-    Raises UsageError for malformed entries, missing files, modules or attributes, and failing imports.
-    """
+    """Returns the object named by `entry`; paths are relative to `base`. Raises UsageError if it cannot."""
     module_name, separator, attribute = entry.rpartition(":")
     if not separator or not module_name or not attribute:
         raise UsageError(f"{entry!r}: expected 'file.py:function' or 'package.module:function'")

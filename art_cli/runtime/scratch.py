@@ -109,8 +109,7 @@ def remove_abandoned() -> None:
 
 
 def _own(directory: Path) -> int:
-    """Creates the lock file, returning its descriptor. It is renamed only after locking, so it is never visible
-    unlocked."""
+    """Creates the lock file and returns its descriptor. It is renamed when locked, so never visible unlocked."""
     unnamed = directory / f"{OWNER}.new"
     owner = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     with contextlib.suppress(OSError):  # no locks on this file system; the directory is then never removed

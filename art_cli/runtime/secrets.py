@@ -46,10 +46,7 @@ Span = tuple[int, int]  # (start, end) offsets
 
 
 def load_environment(directory: Path) -> None:
-    """Adds missing environment variables from .env files: the working directory's, then the one in `directory`.
-
-    Raises UsageError if a .env file cannot be read.
-    """
+    """Sets missing variables from ./.env, then from the one in `directory`. Raises UsageError for unreadable files."""
     for path in dict.fromkeys((Path.cwd() / ".env", directory.resolve() / ".env")):
         try:
             for name, value in dotenv_values(path, interpolate=False, encoding="utf-8-sig").items():
@@ -234,10 +231,7 @@ def _occurrences(text: str, value: str) -> Iterator[int]:
 
 
 def _around(text: str, start: int, end: int, *, most: int | None = None) -> Span:
-    """Returns the base64 word around a span, because adjacent characters encode some of a key's bits.
-
-    `most` limits the additional characters on each side.
-    """
+    """Returns the base64 word around a span, up to `most` characters more: they encode some of a key's bits."""
     least, highest = (0, len(text)) if most is None else (max(0, start - most), min(len(text), end + most))
     while start > least and text[start - 1] in _BASE64:
         start -= 1

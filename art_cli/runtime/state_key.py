@@ -21,10 +21,7 @@ def write_header(key: str) -> str:
 
 
 def read_header(value: str) -> str | None:
-    """Returns the key from a header value, up to MAX_LENGTH characters; None for an empty value.
-
-    Invalid percent-encoding is kept literally, so clients may send plain ASCII keys.
-    """
+    """Returns the header's key, or None if empty. Invalid percent-encoding is literal, as of plain ASCII keys."""
     return shortened(unquote(read_text(value), errors="replace")) or None
 
 

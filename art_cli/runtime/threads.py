@@ -45,8 +45,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Returns a uvloop event loop if installed: the gateway then answers 1.5 times as many calls
-    (benchmarks/serving/gateway.py)."""
+    """Returns uvloop's loop if installed: 1.5 times as many calls (benchmarks/serving/gateway.py)."""
     try:
         import uvloop
     except ModuleNotFoundError:  # uvloop does not support Windows
@@ -66,10 +65,7 @@ async def end(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
 
 
 def start_in_thread(function: Callable[..., Result], *arguments: Any, is_awaited: bool = False) -> Future[Result]:
-    """Starts `function(*arguments)` in a daemon thread with a copy of this context, and returns its future.
-
-    With `is_awaited`, an event loop may await the future. Errors are then converted by `contained`.
-    """
+    """Starts the call in a daemon thread with this context. `is_awaited`: errors are `contained` for a loop."""
     future: Future[Result] = Future()
     context = contextvars.copy_context()
 
@@ -110,10 +106,7 @@ async def compute(function: Callable[..., Result], *arguments: Any, **knobs: Any
 
 
 def contained(error: BaseException) -> BaseException:
-    """Returns the error in a form that is safe to pass into an event loop.
-
-    SystemExit and KeyboardInterrupt would end the loop, and asyncio futures refuse StopIteration.
-    """
+    """Returns the error in a form that an event loop survives and an asyncio future accepts."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(f"{type(error).__name__}: {message_of(error)}").with_traceback(error.__traceback__)
@@ -129,8 +122,7 @@ def finish(future: Future[Any], *, result: Any = None, error: BaseException | No
 
 
 def is_being_cancelled() -> bool:
-    """Returns True if the current task is being cancelled. Otherwise, its CancelledError comes from code that cancelled
-    itself."""
+    """Returns True if the current task is being cancelled, and did not cancel itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -147,8 +139,7 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Runs the coroutine and returns its result to the caller's loop. Cancelling the caller cancels the
-        coroutine."""
+        """Runs the coroutine for another loop's caller, whose cancellation cancels it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contain(coroutine), self._start()))
 
     def run_here(self, coroutine: Coroutine[Any, Any, Result]) -> Result:

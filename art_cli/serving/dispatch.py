@@ -73,10 +73,7 @@ class Dispatch:
 
     @contextlib.asynccontextmanager
     async def _engine(self, request: Request) -> AsyncIterator[tuple[Backend, Request, int | None]]:
-        """Waits for a slot. Yields the engine, the request with the policy's defaults, and a step.
-
-        The step overrides the engine's step for policies that are prompts; None for weights.
-        """
+        """Waits for a slot. Yields the engine, the request with defaults, and a prompt's step (None for weights)."""
         policy = self._policies.served[request.model]
         async with self._admission.slot():
             with policy.lease() as backend:

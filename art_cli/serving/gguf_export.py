@@ -55,10 +55,7 @@ def export(source: Source, output: Path, *, kind: str, bound: float | None) -> E
 
 
 def export_adapter(source: Source, output: Path) -> Path:
-    """Writes the adapter as a GGUF file to `output`, with a Modelfile that adds it to a base. Returns the file.
-
-    Raises UsageError if the policy has no adapter or GGUF cannot store it, and RunError if `output` exists.
-    """
+    """Writes the adapter as GGUF with a Modelfile, and returns the file. Raises UsageError, RunError."""
     if source.adapter is None:
         raise UsageError(f"--gguf-adapter: {source.name} is a whole model; --gguf writes it")
     if output.exists():

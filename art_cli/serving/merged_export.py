@@ -81,9 +81,7 @@ class Exported(NamedTuple):
 
 
 def export(source: Source, output: Path, *, dtype: str, bound: float | None) -> Exported:
-    """Writes `output`. Raises UsageError for unknown dtypes, RunError if `output` exists, and DriftError if the merged
-    weights differ from the policy.
-    """
+    """Writes `output`. Raises UsageError for unknown dtypes, RunError if it exists, DriftError for other weights."""
     if dtype not in BOUNDS:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
     if output.exists():

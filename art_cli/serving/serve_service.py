@@ -96,10 +96,7 @@ class Service:
         return meter
 
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-        """Serves until `stop` is called. `on_ready` receives the root URL, `http://127.0.0.1:8000`.
-
-        Raises EngineError if the address is unavailable or an engine fails, and ArtError if a policy cannot be loaded.
-        """
+        """Serves until `stop`; `on_ready` gets the root URL. Raises EngineError, and ArtError for a policy."""
         async with serve(self.app, host, port, timeouts=self.limits.timeouts, grace_s=GRACE_S) as root:
             with threads.calling(self._stopping.stop):
                 try:

@@ -274,10 +274,7 @@ class ServedPolicy:
         return made
 
     async def _prove(self, of: _Generation, source: Source) -> str:
-        """Proves that the engine samples from the source. Returns the source's digest, or "" without a proof.
-
-        Raises DriftError if the engine's weights differ, and CheckpointError if the chat template was changed.
-        """
+        """Proves that the engine samples from the source. Returns its digest, "" without a proof. Raises ArtError."""
         manifest = source.manifest
         if manifest is None or manifest.origin is None:
             log.info("%s: no learner left a proof in it, so its replies carry no digest", source)
@@ -377,10 +374,7 @@ def _rank(policy: ServedPolicy) -> int:
 
 
 async def follow(policy: ServedPolicy, run: RunDir, meter: Meter, *, which: Which) -> None:
-    """Runs forever. A checkpoint that cannot be loaded is logged once and skipped, without changing the policy.
-
-    Other failures, for example of a disk, are logged once and retried.
-    """
+    """Runs forever. Failures are logged once; a checkpoint that cannot be loaded is skipped, others are retried."""
     skipped: set[tuple[int, int]] = set()
     problem = ""
     while True:

@@ -179,10 +179,7 @@ class TinkerEngine:
             )
 
     async def _sample(self, prompt: Prompt, sampling: Sampling) -> tuple[int, list[Any]]:
-        """Returns the policy step and the SDK's sampled sequences.
-
-        Raises ChatError if the server is lost or refuses the request.
-        """
+        """Returns the policy step and the SDK's samples. Raises ChatError if the server is lost or refuses."""
         try:
             connection, sampler, step = self._opened(), await self._present_sampler(), self.endpoint.step
             types = connection.types

@@ -178,11 +178,7 @@ class TinkerLearner(Learner):
             )
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
-        """Takes a policy step. After any failure the weights are reset to the last checkpoint.
-
-        Raises LearnerError if the server cannot train on some tokens, and DriftError if engine and learner have
-        different weights.
-        """
+        """Takes a policy step; after a failure the weights are the last checkpoint's. Raises LearnerError."""
         metrics, self._learned = take_step(
             groups, self, algorithm=self.algorithm, loss=self.loss, train=self.train_config, progress=progress
         )
@@ -368,8 +364,7 @@ class TinkerLearner(Learner):
     # --- other methods of the protocol --------------------------------------------------------------------------------
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """Returns [L - 1] logprobs in nats for every token after the initial one. Raises LearnerError unless
-        temperature is 0 or 1."""
+        """Returns [L - 1] logprobs of tokens after the first. Raises LearnerError unless temperature is 0 or 1."""
         if temperature not in (0.0, 1.0):
             raise LearnerError(f"a server of the Tinker protocol has no logprobs at temperature {temperature:g}")
         ids = np.asarray(token_ids, dtype=np.int64)
@@ -395,8 +390,7 @@ class TinkerLearner(Learner):
             (directory / TEMPLATE_FILE).write_text(self.policy.chat_template, encoding="utf-8")
 
     def load(self, directory: Path) -> None:
-        """Continues from a saved checkpoint, even on another machine. Raises CheckpointError if remote.json is
-        missing."""
+        """Continues from a saved checkpoint on any machine. Raises CheckpointError without remote.json."""
         self._is_shared = False
         self.trainer.drop()
         saved = read_remote(directory)

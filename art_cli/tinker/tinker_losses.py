@@ -105,10 +105,7 @@ class WeightedSample(NamedTuple):
 def weigh(
     samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts | None, *, mean_over: loss_config.MeanOver
 ) -> list[WeightedSample]:
-    """Returns the weighted samples of an optimizer step.
-
-    `finished` is the step's part of the finished trajectories; None uses the samples' own trajectories.
-    """
+    """Returns an optimizer step's weighted samples. `finished` are its trajectories; None: the samples' own."""
     counts = count(samples, finished)
     found = []
     for sample in samples:

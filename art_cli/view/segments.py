@@ -42,10 +42,7 @@ class TokenTexts:
         self._stream: Any = importlib.import_module("tokenizers.decoders").DecodeStream
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text that each token adds.
-
-        If a character spans several tokens, only the last token adds text.
-        """
+        """Returns each token's text. Of a character that spans several tokens, the last token has the text."""
         found: list[str] = []
         stream = self._stream(skip_special_tokens=False)
         for id in ids:
@@ -200,10 +197,7 @@ def _context(turns: Sequence[Turn], parent: int, kept: int, texts: TokenTexts | 
 
 
 def first_tokens(turns: Sequence[Turn], index: int, num: int) -> list[int]:
-    """Returns the initial `num` tokens of turn `index`'s sequence.
-
-    Works without recursion for chains of thousands of turns.
-    """
+    """Returns the initial `num` tokens of turn `index`'s sequence, without recursion along its parents."""
     pieces: list[list[int]] = []
     place: int | None = index
     while place is not None and num > 0:
@@ -320,10 +314,7 @@ def _spans(text: str, conversation: Sequence[Json], start: int) -> tuple[list[tu
 
 
 def _label(pieces: Sequence[str], spans: Sequence[tuple[int, int, SegmentKind]]) -> list[SegmentKind]:
-    """Returns the kind of each piece, taken from the span in which it begins.
-
-    A piece without text gets the previous piece's kind.
-    """
+    """Returns each piece's kind, of the span in which it begins; without text, the previous piece's."""
     kinds: list[SegmentKind] = []
     waiting = list(reversed(spans))
     for start, piece in zip(accumulate(map(len, pieces), initial=0), pieces, strict=False):

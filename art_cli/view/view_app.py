@@ -88,10 +88,7 @@ class PageGuard:
 
 
 def is_own_name(name: str, host: str) -> bool:
-    """Returns True if `name` refers to a server listening on `host`.
-
-    A server on all addresses accepts all of the machine's names and addresses.
-    """
+    """Returns True if `name` is a server's listening on `host`; on all addresses, all of the machine's are."""
     if is_loopback(name) or name == host.lower():
         return True
     if host not in ("0.0.0.0", "::", ""):

@@ -170,10 +170,7 @@ def _lists(tokens: list[str], logprobs: Sequence[float | None], tops: _Tops, off
 
 
 def _top_texts(token: str, logprob: float, top: list[tuple[str, float]]) -> dict[str, float]:
-    """Returns the top tokens' logprobs by text. As in OpenAI's API, the actual token is always included.
-
-    If several tokens have the same text, the most likely token is kept.
-    """
+    """Returns the top tokens' logprobs by text; the likeliest of equal texts. The actual token is always included."""
     texts: dict[str, float] = {}
     for text, value in [*((token_text(each), value) for each, value in top), (token, logprob)]:
         texts.setdefault(text, max(value, LOWEST_LOGPROB))

@@ -339,10 +339,7 @@ class ResponseEvents:
         return events + self._event(f"response.{status}", {"response": self._body(status)})
 
     def fail(self, error: ChatError) -> bytes:
-        """Returns the failed response and the error in the form that OpenAI's clients raise.
-
-        OpenAI's clients treat `response.failed` like any other event, so they would miss the error.
-        """
+        """Returns the failed response and an error event, because OpenAI's clients ignore `response.failed`."""
         shown = {"code": error.code or error.type, "message": error.message}
         body = {**self._body("failed"), "error": shown}
         whole = {**shown, "type": error.type, "param": error.param}

@@ -254,10 +254,7 @@ def message_item(id: str, text: str, status: str, logprobs: Sequence[Any] = ()) 
 
 
 def call_item(id: str, call: Json, status: str, functions: Mapping[str, Json]) -> Json:
-    """Returns a call of one of these functions, which are keyed by full name.
-
-    Endpoints may omit the id, name, or arguments. A missing id is replaced by the item's id.
-    """
+    """Returns a call of one of these functions, keyed by full name. The item's id replaces a missing one."""
     function = call.get("function") or {}
     name = function.get("name") or ""
     called = functions.get(name) or {"name": name, "namespace": None}

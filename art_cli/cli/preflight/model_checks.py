@@ -123,10 +123,7 @@ def _gaps(learner: Learner, turns: Sequence[Turn], index: int) -> list[float]:
 
 
 def check_update(opened: Opened, part: SourcePart) -> Finding:
-    """Takes a training step on one row of made-up tokens, as long as the longest played sequence.
-
-    If the limits allow longer rows, estimates the time and memory of the longest one.
-    """
+    """Takes a step on a row as long as the longest played one; estimates the longest row that the limits allow."""
     assert opened.policy and opened.learner
     played = max(len(sequence(attempt.turns, index)) for attempt in part.played for index in range(len(attempt.turns)))
     own_prompt = len(prompt(part.played[0].turns, 0))

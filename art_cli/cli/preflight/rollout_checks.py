@@ -186,11 +186,7 @@ def _base_success(played: Sequence[Trajectory]) -> str:
 
 
 def _sampling_note(played: Sequence[Trajectory]) -> str:
-    """Returns the reason why the attempts sampled the same tokens; "" if they differ.
-
-    A high probability of the tokens means a confident model, or strict top_p and top_k. A very low probability means
-    fixed random numbers.
-    """
+    """Returns the reason why the attempts sampled the same tokens; "" if they differ."""
     turns = [turn for trajectory in played for turn in trajectory.turns]
     if not turns:
         return ""

@@ -67,9 +67,7 @@ def log_path(directory: Path, saved: Saved, part: SavedPart) -> Path:
 
 
 def write_log(path: Path, saved: Saved, part: SavedPart) -> int:
-    """Returns the number of attempts written. Creates no file for an empty part. Raises DataError for unreadable
-    lines.
-    """
+    """Returns the number of attempts written; no file for none. Raises DataError for unreadable lines."""
     attempts = part.attempts()
     first = next(attempts, None)
     if first is None:

@@ -43,10 +43,7 @@ class HttpAnswer(NamedTuple):
 
 
 def traces_url(url: str) -> str:
-    """Returns the full URL for spans, adding OTLP's path to the receiver's address if missing.
-
-    Raises UsageError for non-HTTP URLs and URLs with credentials.
-    """
+    """Returns the URL for spans, with OTLP's path. Raises UsageError for non-HTTP URLs and URLs with credentials."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -67,9 +64,7 @@ def url_from(environment: Mapping[str, str]) -> str:
 
 
 def headers_from(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers from OpenTelemetry's environment variables. Raises UsageError for invalid `name=value`
-    pairs.
-    """
+    """Returns the headers from OpenTelemetry's environment variables. Raises UsageError for invalid pairs."""
     headers: dict[str, str] = {}
     for variable in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"):
         for pair in filter(str.strip, environment.get(variable, "").split(",")):

@@ -56,10 +56,7 @@ class Saved(NamedTuple):
 
 
 def saved_attempts(path: Path, *, step: int | None = None) -> Saved:
-    """Returns the attempts under `path`, optionally for a single `step`.
-
-    Raises UsageError for missing paths and directories without a run, DataError for unreadable files.
-    """
+    """Returns the attempts under `path`, or those of one step. Raises UsageError without a run, DataError."""
     if not path.exists():
         raise UsageError(f"{path}: no such run or file")
     if not path.is_dir():

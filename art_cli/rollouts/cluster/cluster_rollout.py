@@ -84,9 +84,7 @@ class ClusterRollout:
         self._gateway = self._config.gateway_url or f"http://{address}:{port}"
 
     async def ready(self) -> float:
-        """Returns the seconds spent waiting for an actor. Raises RolloutError if no actor was placed or no cluster
-        answers.
-        """
+        """Returns the seconds waited for an actor. Raises RolloutError if none was placed or no cluster answers."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(self._config.wait_s):
@@ -147,10 +145,7 @@ class ClusterRollout:
 
 @contextlib.asynccontextmanager
 async def serve_cluster(config: RunConfig, directory: Path, gateway: Gateway) -> AsyncIterator[ClusterRollout]:
-    """Yields the rollout while this process is connected to the cluster and the gateway is reachable from the nodes.
-
-    Unless `gateway.host` is set, the gateway listens only on this machine's cluster address.
-    """
+    """Yields the rollout while connected, and the gateway on the cluster's address (unless gateway.host is set)."""
     rollout = cluster_rollout(config, directory)
     try:
         facts = await rollout.connect()

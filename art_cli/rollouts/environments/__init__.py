@@ -88,10 +88,7 @@ class Library(Protocol):
         """Returns all environments, including environments that cannot be played here."""
 
     def defaults(self, name: str) -> Json:
-        """Returns the arguments for `rollout.environment.args`. Raises UsageError for an unknown name.
-
-        A default of None accepts any value.
-        """
+        """Returns the arguments for `rollout.environment.args`; None accepts any value. Raises UsageError."""
 
     def open(self, name: str, settings: Settings) -> Environment:
         """Opens and tests the environment. Raises UsageError for an unknown name, wrong arguments, or a failed test."""
@@ -171,9 +168,7 @@ def seed_of(scenario: Json) -> int:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> UsageError:
-    """Returns the error for an unknown name. Example: unknown("rollout.environment.args", "min_number",
-    ["min_numbers"]).
-    """
+    """Returns the error for an unknown name. Example: unknown("rollout.environment.args", "min_number", [...])."""
     there_are = sorted(known)
     near = get_close_matches(name, there_are, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(there_are)}" if there_are else ""

@@ -151,10 +151,7 @@ def _shown(part: Any) -> str:
 
 
 def has_answer(reply: str, answer: str) -> bool:
-    """Returns whether the reply contains the answer's words, ignoring case and spacing.
-
-    Numbers must match as a whole: 4 does not match 4.5, 1,400, -4, or 14.
-    """
+    """Returns whether the reply has the answer's words, as whole numbers: 4 does not match 4.5, 1,400, -4, or 14."""
     words, said = (" ".join(text.casefold().split()) for text in (answer, reply.rpartition("</think>")[2]))
     before = r"(?<!\w)" + (r"(?<![-\u2212])(?<!\d[.,])" if words[:1].isdigit() else "")
     after = r"(?!\w)" + (r"(?![.,]\d)" if words[-1:].isdigit() else "")

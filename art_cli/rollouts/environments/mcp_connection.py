@@ -136,10 +136,7 @@ def _http_client(place: ServerAddress) -> httpx2.AsyncClient:
 
 
 async def _limit(response: httpx2.Response) -> None:
-    """Limits the size of an answer. For event streams the limit applies to each event.
-
-    Explains refused keys, because the mcp package reports a refused request only as a generic error.
-    """
+    """Limits the size of an answer, or of each event. Explains refused keys, which the mcp package does not."""
     if response.status_code in (401, 403):
         raise httpx2.RequestError(f"the server answers {response.status_code}; args.headers names the key's variable")
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":

@@ -82,10 +82,7 @@ def is_harmless_fraction(text: str) -> bool:
 
 
 def is_harmless_expression(text: str) -> bool:
-    """Returns whether the text is a small expression of numbers, symbols, + - * / **, and a few functions.
-
-    Invalid syntax is refused too, because SymPy rewrites text before evaluating it.
-    """
+    """Returns whether the text is a small arithmetic expression. SymPy rewrites invalid syntax, so it is refused."""
     if len(text) > MAX_LENGTH:
         return False
     try:
@@ -220,10 +217,7 @@ class Generator:
         return dataset, dataset[0]
 
     def _score(self, dataset: Any, entry: Json, answer: str) -> float | None:
-        """Returns the score; None for an answer that makes the scorer fail.
-
-        Raises EnvironmentFault if the generator's correct answer also makes the scorer fail.
-        """
+        """Returns the score, None if the answer breaks the scorer. Raises EnvironmentFault if the right one does."""
         try:
             return finite(float(dataset.score_answer(answer if self._may_score(answer) else "", entry)), "the score")
         except Exception as error:  # the boundary to the library

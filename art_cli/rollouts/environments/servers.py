@@ -33,10 +33,7 @@ async def play_connected(
     connection: AbstractAsyncContextManager[Connection],
     converse: Callable[[Connection], Awaitable["Outcome"]],
 ) -> "Outcome":
-    """Returns the outcome of `converse`. Raises its exceptions, and EnvironmentFault if the connection failed.
-
-    Errors while closing the connection are ignored once the outcome is known.
-    """
+    """Returns the outcome of `converse`, despite errors of closing. Raises EnvironmentFault for a lost connection."""
     failure: Exception | None = None
     outcome: Outcome | None = None
     try:

@@ -118,9 +118,7 @@ def _config(name: str, args: Json) -> Any:
 
 
 def _harness(taskset: str, declared: Any) -> Json:
-    """Uses our harness if a role has none or the plain conversation, and otherwise the environment's or taskset's
-    harness.
-    """
+    """Uses our harness if a role has none or the plain conversation, else the environment's or taskset's."""
     from verifiers.v1.utils.loaders import default_harness_id
 
     from art_cli.rollouts.environments import verifiers_chat
@@ -230,10 +228,7 @@ def _choose(trained: Any, roles: list[str], name: str) -> str:
 
 @contextmanager
 def _key(key: str) -> Iterator[str]:
-    """Yields the name of a variable with the attempt's key, because verifiers reads keys only from variables.
-
-    Programs started by verifiers do not inherit the variable, because of its name.
-    """
+    """Yields the name of a variable with the attempt's key, named so that verifiers' programs do not inherit it."""
     name = f"ART_API_KEY_{uuid4().hex.upper()}"
     os.environ[name] = key
     try:

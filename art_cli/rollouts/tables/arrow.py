@@ -120,9 +120,7 @@ def needs(package: str, source: object) -> Any:
 
 
 def dataset_rows(source: ScenariosConfig, path: Path, columns: Columns) -> Generator[TableRow]:
-    """Yields a split's rows. Raises DataError for an unknown dataset or split, missing network or cache, or dataset
-    code.
-    """
+    """Yields a split's rows. Raises DataError: unknown or unreachable dataset or split, or dataset code."""
     datasets = needs("datasets", source.source)
     if int(datasets.__version__.split(".")[0]) < 4:
         raise DataError("datasets before 4 runs code of a dataset: pip install 'art-cli[data]'", source.source)

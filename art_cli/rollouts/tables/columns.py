@@ -43,10 +43,7 @@ class Columns:
         return bool(self._mapping)
 
     def wanted(self, there: Sequence[str], source: object) -> list[str]:
-        """Returns the columns to read, without duplicates, in the table's order.
-
-        Raises DataError for missing columns, duplicate names, or empty names.
-        """
+        """Returns the columns to read, in the table's order. Raises DataError for missing, repeated or empty names."""
         chosen = set(self._mapping.values()) or set(there)
         for name in self._mapping.values():
             if name not in there:

@@ -75,10 +75,7 @@ def _is_used(run: RunDir) -> bool:
 
 
 def _set_aside(run: RunDir) -> Path:
-    """Moves everything except open logs and the gateway's directory to a new sibling directory, and returns it.
-
-    A running gateway goes on writing there, and what it wrote may not be in the store yet.
-    """
+    """Moves the run to a new sibling directory, except open logs and the gateway's directory, still in use."""
     places = (run.root.with_name(f"{run.root.name}.aside-{number}") for number in range(1, 10_000))
     place = next(place for place in places if not place.exists())
     make_directory(place)
@@ -239,10 +236,7 @@ def _is_small(name: str, stored: Stored) -> bool:
 
 
 def _refresh(store: ObjectStore, root: Path, wanted: Objects, there: Objects) -> None:
-    """Downloads changed objects and removes local copies of deleted objects.
-
-    A growing file is complete up to the downloaded size. The next call downloads it again.
-    """
+    """Downloads changed objects (growing ones up to their present size), and removes copies of deleted ones."""
     make_directory(root)
     known = _read_index(root)
     for name in known.keys() - there.keys():

@@ -194,10 +194,7 @@ async def mirrored(
 
 
 def open_mirror(run: RunDir, address: str, keep: int, keeps_best: bool) -> Mirror:
-    """Takes the lease, brings the run's directory up to date with the store, and returns the mirror (not started).
-
-    Raises RunError, StorageError, UsageError.
-    """
+    """Takes the lease, updates the directory, and returns the mirror. Raises RunError, StorageError, UsageError."""
     store = ObjectStore(address)
     marker = read_marker(run.root)
     own = marker if marker is not None and marker.address == store.address else None

@@ -145,8 +145,7 @@ class ObjectStore:
         self._call(function, str(path), self._path(name), timeout_s=self._transfer_s(size), changes=name)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Creates the object and returns True. Returns False if it exists, even if another machine created it just
-        now."""
+        """Creates the object and returns True, or False if it exists, also if another machine made it just now."""
         try:
             if self._is_local:
                 self._call(_create_locally, Path(self._path(name)), data)

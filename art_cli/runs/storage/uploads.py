@@ -88,10 +88,7 @@ class Uploads:
             self._whole[step] = hashlib.sha256(data).hexdigest()
 
     def send(self, *, everything: bool) -> bool:
-        """Uploads pending files and one checkpoint. `everything` includes growing files uploaded recently.
-
-        Returns True if more checkpoints are pending. Raises StorageError, and RunError if another machine took over.
-        """
+        """Uploads pending files and one checkpoint. Returns True if more are pending. Raises StorageError, RunError."""
         newest = max(self.run.checkpoint_steps(), default=None)
         if newest is None:  # a run that never started has nothing to keep
             return False
@@ -182,10 +179,7 @@ class Uploads:
             return ""
 
     def _send_checkpoint(self, step: int) -> None:
-        """Uploads a complete checkpoint. Does nothing if training already removed it.
-
-        A checkpoint with a missing file is refused with a warning, and other checkpoints are still uploaded.
-        """
+        """Uploads a checkpoint, unless training removed it. A checkpoint with a missing file is refused."""
         home = checkpoint_home(step)
         try:
             with self._held(step) as held:
@@ -208,8 +202,7 @@ class Uploads:
 
     @contextlib.contextmanager
     def _held(self, step: int) -> Iterator[Path]:
-        """Yields a directory of hard links to the checkpoint, so training may remove the checkpoint during the
-        upload."""
+        """Yields a directory of hard links to the checkpoint, so that training may remove it meanwhile."""
         there, held = self.run.checkpoint_path(step), self.run.checkpoints / f".step_{step:04d}.upload.tmp"
         try:
             remove(held)

@@ -76,10 +76,7 @@ class Sealed(NamedTuple):
 
 
 async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Sealed:
-    """Authenticates a connection that the peer opened.
-
-    Raises SecretRefused for a different secret, and ConnectionError or TimeoutError if the peer is another program.
-    """
+    """Authenticates a peer's connection. Raises SecretRefused; ConnectionError or TimeoutError for other programs."""
     async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
         ours = os.urandom(NONCE)
         writer.write(MAGIC + ours)
@@ -94,10 +91,7 @@ async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
 
 
 async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Sealed:
-    """Authenticates a connection that this side opened.
-
-    Raises SecretRefused for a different secret, and ConnectionError or TimeoutError if the peer is another program.
-    """
+    """Authenticates our connection. Raises SecretRefused; ConnectionError or TimeoutError for other programs."""
     async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
         if await _read(reader, len(MAGIC)) != MAGIC:
             raise ConnectionError("it is not a learner of art, or has another version")

@@ -109,10 +109,7 @@ class CallingEnd:
         return self._reading.done()
 
     async def call(self, method: str, params: Json, *, progress: Callable[[int, int], None] | None = None) -> Any:
-        """Returns the remote method's result, unchecked. Cancelling the caller cancels the call.
-
-        Raises the method's ArtError, and ConnectionEnded if no answer can arrive.
-        """
+        """Returns the method's unchecked result. Raises the method's ArtError, or ConnectionEnded."""
         if self.has_ended:
             raise ConnectionEnded(self.fault)
         id = next(self._ids)

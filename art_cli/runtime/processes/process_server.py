@@ -56,20 +56,14 @@ async def answer(
     heartbeat_s: float | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Answers calls over an open connection. `watch` runs concurrently and raises an ArtError to stop the process.
-
-    The peer receives this error before the connection closes.
-    """
+    """Answers calls over an open connection. `watch` raises an ArtError, which the peer gets, to stop the process."""
     await _AnsweringEnd(writer, target).answer(reader, heartbeat_s, watch)
 
 
 def run_and_exit(
     main: Coroutine[Any, Any, None], *, status_of: Callable[[BaseException], int] = lambda error: 1
 ) -> NoReturn:
-    """Runs `main`, then ends the process without waiting for other threads.
-
-    `status_of` maps an exception to an exit status.
-    """
+    """Runs `main`, then ends the process with `status_of` its error, without waiting for other threads."""
     status = 0
     try:
         threads.run(main)

@@ -78,10 +78,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(program: int, control: int, wake: int, owner: int) -> int | None:
-    """Waits for the program and returns its wait status; None when asked to stop it.
-
-    Also checks the owner's process id, because a child forked by the owner may hold CONTROL open.
-    """
+    """Returns the program's wait status, or None when asked to stop it or when the owner is dead."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -122,10 +119,7 @@ def _reap(program: int) -> int | None:
 
 
 def _kill_all(program: int) -> None:
-    """Kills all descendants until none remain or the deadline passes.
-
-    Only children are killed, because their ids cannot be reused before they are reaped. Orphans then become children.
-    """
+    """Kills all children, whose ids cannot be reused, until none remain or the deadline passes."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(program, signal.SIGKILL)
     deadline = time.monotonic() + KILL_DEADLINE_S

@@ -24,10 +24,7 @@ class _Known(msgspec.Struct):
 
 
 def name_clients(directory: Path, keys: Sequence[str]) -> list[str]:
-    """Returns each key's name, and records new keys. The caller holds the directory's lock.
-
-    Raises DataError for a file that art did not write.
-    """
+    """Returns each key's name and records new keys. Raises DataError for a file that art did not write."""
     path, known = directory / FILE, _read(directory) or _Known(secrets.token_hex(16), [])
     hashes = [_hash(key, known.salt) for key in keys]
     new = [each for each in dict.fromkeys(hashes) if each not in known.hashes]

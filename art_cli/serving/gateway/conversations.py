@@ -78,10 +78,7 @@ class Conversations:
     def calling(
         self, client: str, request: Request, redacted: Request, prefixes: list[bytes]
     ) -> Iterator[Conversation]:
-        """Yields the call's conversation while the call runs.
-
-        `redacted` is the request after `Redactor.request`, and `prefixes` are the `prefixes_of` its messages.
-        """
+        """Yields the call's conversation while the call runs. `prefixes` are of the `redacted` request's messages."""
         retries = self._retries.setdefault(client, Retries())
         replaced = retries.replaced(request)
         conversation = self._find(client, redacted, replaced, prefixes) or self._begin(client, redacted)
@@ -137,8 +134,7 @@ class Conversations:
         return None
 
     def _find_text(self, client: str, prompt: str | list[int] | None) -> Conversation | None:
-        """Returns the conversation that a plain prompt continues. Token ids have no text and start a new
-        conversation."""
+        """Returns the conversation that a plain prompt continues; token ids have no text and start a new one."""
         if not isinstance(prompt, str):
             return None
         for conversation in reversed(self.open.values()):
@@ -256,10 +252,7 @@ def _extended(digest: bytes, message: Json) -> bytes:
 
 
 def _call(name: str, arguments: str | None) -> list[object]:
-    """Returns a canonical tool call: spaces, key order, and 1 versus 1.0 in arguments do not matter.
-
-    Arguments with too many values to parse stay as they are.
-    """
+    """Returns a canonical tool call: spaces, key order, and 1 or 1.0 do not matter, unless it is too large."""
     try:
         check_size((arguments or "").encode(errors="replace"))
     except ChatError:

@@ -69,10 +69,7 @@ class Clients(Keys):
     """The valid keys and their names in files. Without keys, all callers on this machine count as the same client."""
 
     def __init__(self, keys: Sequence[str], labels: Sequence[str] = ()) -> None:
-        """`labels` are the keys' names, by default "key 1", "key 2", ...
-
-        Raises UsageError for keys that are too short to redact.
-        """
+        """`labels` are the keys' names. Raises UsageError for keys that are too short to redact."""
         super().__init__(keys)
         for number, key in enumerate(keys, 1):
             if len(key) < MIN_LENGTH:
@@ -101,10 +98,7 @@ class Clients(Keys):
 
 
 class NamedConversations:
-    """An outer application that turns the name in a key into a header, unless the client sends this header.
-
-    It drops X-Art-Record, because a client must not switch recording off.
-    """
+    """Turns the name in a key into a header, and drops X-Art-Record: a client must not switch recording off."""
 
     def __init__(self, app: ASGIApp, clients: Clients) -> None:
         self._app, self._clients = app, clients

@@ -82,10 +82,7 @@ class Outline(NamedTuple):
         return max(line.at for line in self.lines[conversation].values())
 
     def read(self, conversation: str) -> list[JournalEntry]:
-        """Returns a conversation's entries in numerical order, up to the first gap.
-
-        An invalid line is logged, and its entry is empty.
-        """
+        """Returns a conversation's entries up to the first gap. An invalid line is logged, and its entry is empty."""
         entries = []
         with self.path.open("rb") as file:
             for expected, (number, line) in enumerate(sorted(self.lines[conversation].items())):
@@ -123,8 +120,7 @@ class _Retired(NamedTuple):
 
 
 class Journal:
-    """Use it as `with Journal(...) as journal`. A trajectory file is due after `rotate_bytes` of calls, or when the
-    oldest call is `rotate_s` seconds old."""
+    """Trajectory files are due after `rotate_bytes` of calls, or `rotate_s` after the oldest call."""
 
     def __init__(self, directory: Path, *, group_size: int, rotate_bytes: float, rotate_s: float) -> None:
         self.directory, self._group_size = directory, group_size
@@ -181,10 +177,7 @@ class Journal:
         return len(line)
 
     async def sync(self) -> None:
-        """Waits until all earlier appends are on disk. Raises ChatError 503 if the disk fails.
-
-        Concurrent calls share a single write.
-        """
+        """Waits until earlier appends are on disk; calls share a write. Raises ChatError 503 if the disk fails."""
         try:
             await self._shared.sync()
         except OSError as error:
@@ -211,10 +204,7 @@ class Journal:
         return self._num_bytes >= self._rotate_bytes or is_old
 
     async def rotate(self, open_conversations: AbstractSet[str]) -> None:
-        """Turns all conversations except the open ones into trajectories.
-
-        Raises OSError on disk failures. The next call then completes the work.
-        """
+        """Turns all but the open conversations into trajectories. After an OSError the next call completes it."""
         if self._retired is None:
             if self._conversations <= open_conversations:
                 return
@@ -227,8 +217,7 @@ class Journal:
         await asyncio.to_thread(self._end_retired)
 
     def finish(self) -> None:
-        """Turns everything into trajectories. Raises OSError on disk failures; the next start then completes the
-        work."""
+        """Turns everything into trajectories. After an OSError the next start completes it."""
         self._end_retired()
         self._writer.close()
         with self._folding:

@@ -100,10 +100,7 @@ class JournaledRecorder(Recorder):
     def replay(
         self, entries: Iterable[JournalEntry], on_call: Callable[[Request, Recorded], None] | None = None
     ) -> None:
-        """Restores the recorder from a conversation's journal entries, in numerical order, without writing.
-
-        Entries that cannot be recorded are logged and left out.
-        """
+        """Restores the recorder from journal entries in order. Entries that cannot be recorded are left out."""
         for number, entry in enumerate(entries):
             try:
                 if entry.call is not None:

@@ -84,10 +84,7 @@ class Redactor:
         return self._text(text, nested=0)
 
     def name(self, name: str, redacted: str | None = None) -> str:
-        """Redacts a name, as of a conversation. A changed name gets a digest, so different names stay different.
-
-        `redacted` is what the name has become already.
-        """
+        """Redacts a name, or takes `redacted`. A changed name gets a digest, so different names stay different."""
         redacted = self._text(name, nested=0) if redacted is None else redacted
         if redacted == name:
             return name

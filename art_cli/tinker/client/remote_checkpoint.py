@@ -105,10 +105,7 @@ def read_lease(checkpoints: Path, url: str) -> str | None:
 
 
 def fetched(directory: Path) -> Path:
-    """Returns the directory with the checkpoint's downloaded adapter.
-
-    Raises RemoteError if the server is unreachable, and CheckpointError if the files are not an adapter.
-    """
+    """Returns the directory with the downloaded adapter. Raises RemoteError, and CheckpointError for other files."""
     place = directory.parent / HOME / directory.name
     remote, manifest = read_remote(directory), verify_checkpoint(directory)
     if (place / MANIFEST).is_file():
@@ -193,10 +190,7 @@ def _download(server: "RemoteServer", path: str, directory: Path) -> None:
 
 
 def name_targets(directory: Path) -> None:
-    """Adds the adapter's layer names to its configuration if missing (SkyRL omits them).
-
-    Raises CheckpointError if the files are not an adapter.
-    """
+    """Adds missing layer names to the adapter's configuration (SkyRL omits them). Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     config, tensors = (directory / name for name in ADAPTER_FILES)

@@ -64,20 +64,14 @@ class _Capabilities(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """A server's address and key.
-
-    Example: RemoteServer("http://gpu:8100", "tml-...", "TINKER_API_KEY")
-    """
+    """A server's address and key.  Example: RemoteServer("http://gpu:8100", "tml-...", "TINKER_API_KEY")"""
 
     url: str
     key: str = field(repr=False)
     key_name: str  # name of the key's environment variable, for messages
 
     def capabilities(self) -> list[SupportedModel]:
-        """Returns the server's base models. Retries after broken connections and when the server is full.
-
-        Raises RemoteError if the server is unreachable.
-        """
+        """Returns the server's base models. Retries broken connections and full servers. Raises RemoteError."""
         import httpx
 
         hopeless = (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol)  # retrying hides a wrong address

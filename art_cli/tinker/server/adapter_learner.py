@@ -93,10 +93,7 @@ class AdapterLearner:
         backward: bool,
         progress: Progress | None = None,
     ) -> Passed:
-        """Returns the data's target logprobs and the summed loss. With `backward`, also accumulates gradients.
-
-        Raises LearnerError without accumulating gradients if a loss or gradient is not finite or memory runs out.
-        """
+        """Returns target logprobs and the summed loss; `backward` adds gradients, unless LearnerError is raised."""
         samples = datum_samples(data)
         if backward:
             self.optimizer.reserve()
@@ -118,11 +115,7 @@ class AdapterLearner:
         return passed
 
     def update(self, adam: Adam, *, max_norm: float) -> float:
-        """Takes an AdamW step with the accumulated gradients and clears them. Returns their norm before clipping.
-
-        `max_norm` 0 disables clipping. If gradients are not finite, raises LearnerError and leaves the weights
-        unchanged.
-        """
+        """Takes an AdamW step and clears the gradients. Returns their norm. Raises LearnerError, weights unchanged."""
         with self.weights.lock:
             try:
                 norm = self.optimizer.clip(max_norm if max_norm > 0 else math.inf)
@@ -164,10 +157,7 @@ class AdapterLearner:
             self.ranks.gather(True, bool)  # other processes wait here before changing weights
 
     def load(self, directory: Path, *, optimizer: bool) -> int:
-        """Loads a saved adapter, with its optimizer state or a new optimizer. Clears the gradients.
-
-        Returns the adapter's number of updates.
-        """
+        """Loads an adapter with its optimizer state or a new one. Clears the gradients. Returns the updates so far."""
         with self.weights.lock:
             load_checkpoint(self.weights, directory)
             self.optimizer.clear()

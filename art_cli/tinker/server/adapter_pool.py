@@ -117,10 +117,7 @@ class AdapterLearners:
     methods = remote_methods(ReplicatedAdapter)
 
     def __init__(self, settings: dict[str, Any], deadline_s: float) -> None:
-        """Loads the base model of an AdapterJob. `deadline_s` is the timeout for collectives.
-
-        Raises LearnerError if GPUs are missing.
-        """
+        """Loads an AdapterJob's base model. `deadline_s` limits collectives. Raises LearnerError without GPUs."""
         job = AdapterJob.model_validate(settings)
         device = device_of(job.learner.device)
         join(device, deadline_s)

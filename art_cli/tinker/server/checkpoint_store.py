@@ -191,10 +191,7 @@ class Store:
         return self.path(at)
 
     def find(self, at: Place, owner: str) -> Path:
-        """Returns `readable` after verification. Call it in a thread, because it reads all files.
-
-        Raises CheckpointError if files are damaged.
-        """
+        """Returns `readable` after reading all files, so call it in a thread. Raises CheckpointError for damage."""
         path = self.readable(at, owner)
         verify_checkpoint(path)
         return path
@@ -278,8 +275,7 @@ class Store:
 
 
 def _last_written(path: Path) -> float:
-    """Returns the latest modification time of a file or directory tree. A file deleted meanwhile counts as just
-    modified."""
+    """Returns the latest modification time in a tree; a file deleted meanwhile counts as just modified."""
     try:
         return max(each.stat().st_mtime for each in (path, *path.rglob("*")))
     except FileNotFoundError:

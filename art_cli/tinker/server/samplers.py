@@ -154,10 +154,7 @@ class OpenPolicies:
 
     @contextlib.asynccontextmanager
     async def using(self, policy: SampledPolicy, on_wait: Callable[[str], None]) -> AsyncIterator[OpenPolicy]:
-        """Keeps the policy open during the block. `on_wait` receives the reason for waiting, if any.
-
-        Raises ChatError 503 if no room became free in time.
-        """
+        """Keeps the policy open during the block. `on_wait` gets the reason for waiting. Raises ChatError 503."""
         await self._enter(policy, on_wait)
         if not policy.is_base and self._policies.get(policy.key) is not policy:
             self._leaving.add(policy)  # dropped while this request waited for room
@@ -263,10 +260,7 @@ class Samplers:
         return found
 
     async def add(self, id: str, owner: str, at: Place | None) -> None:
-        """Adds a sampling session for a checkpoint or the base model. The client's oldest session makes room.
-
-        Raises ChatError 404 for unknown checkpoints.
-        """
+        """Adds a sampling session; the client's oldest makes room. Raises ChatError 404 for unknown checkpoints."""
         if (known := self.samplers.get(id)) is not None:
             if known.owner != owner or known.model_path != (at.uri if at else None):
                 raise invalid(f"{id}: another sampling session was made under this number")
@@ -340,10 +334,7 @@ class Samplers:
         wants_prompt: bool,
         on_wait: Callable[[str], None],
     ) -> FutureAnswer:
-        """Returns the samples, and optionally logprobs for the last `last_n` prompt tokens (None: all prompt tokens).
-
-        `on_wait` receives the reason while the request waits for room.
-        """
+        """Returns the samples, and logprobs of the last `last_n` prompt tokens (None: all). `on_wait` gets reasons."""
         assert isinstance(request.prompt, list)
         async with self.policies.using(policy, on_wait) as opened:
             scores = await _prompt_scores(opened, request.prompt, last_n) if wants_prompt else None

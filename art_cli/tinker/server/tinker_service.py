@@ -131,10 +131,7 @@ def _refusal(why: str) -> Answerer:
 
 
 class _Doorkeeper:
-    """Refuses requests without a valid key for every path and method, except OPEN.
-
-    A server without keys refuses web pages and other machines instead.
-    """
+    """Refuses requests without a valid key, except OPEN; without keys, web pages and other machines."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app, self._keys = app, keys
@@ -212,10 +209,7 @@ class BackendService:
         self.stopping = Stopping(limits.drain_s, refuse=lambda: None, num_running=lambda: self.futures.num_open)
 
     async def run(self, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-        """Serves until a signal arrives. `on_ready` receives the root URL, `http://127.0.0.1:8100`.
-
-        Raises EngineError if the address is unavailable or the engine fails.
-        """
+        """Serves until a signal arrives; `on_ready` gets the root URL. Raises EngineError."""
         try:
             await call_in_thread(self.base.start, self._logs)
             await self.host.start()
