@@ -55,15 +55,8 @@ def single(headers: Headers, name: str) -> str:
     return values.pop() if len(values) == 1 else ""
 
 
-def read_keys(key: str | None, file: Path | None) -> Keys:
-    return Keys(read_key_texts(key, file))
-
-
 def read_key_texts(key: str | None, file: Path | None) -> list[str]:
-    """Returns the keys from an option and a file with one key per line. Skips blank lines and lines starting with #.
-
-    Raises UsageError for a file without keys, or a key that is not valid in a header.
-    """
+    """Returns the keys of an option and of a file's lines, without # lines. Raises UsageError for unusable keys."""
     keys = [] if key is None else [key]
     if file is not None:
         try:
@@ -113,7 +106,7 @@ def check_sender(
     Requests without a Host header are accepted, because browsers always send the header and old health checks do not.
     """
     hosts = headers.getlist("host")
-    if not all((parts := HOST.fullmatch(host)) and is_own(_bare(parts[1]), parts[2] or "") for host in hosts):
+    if not all((p := HOST.fullmatch(host)) and is_own(p[1].strip("[]").lower(), p[2] or "") for host in hosts):
         message = f"the Host header names another machine; this server is localhost, 127.0.0.1 or [::1]; {CURE}"
         raise ChatError(421, message, code="foreign_host")
     if any(origin not in [f"http://{host}" for host in hosts] for origin in headers.getlist("origin")):
@@ -124,7 +117,3 @@ def check_sender(
     if method == "POST" and kind not in kinds:
         message = "a request is JSON and says so: send the header Content-Type: application/json"
         raise ChatError(415, message, code="unsupported_media_type")
-
-
-def _bare(name: str) -> str:
-    return name.strip("[]").lower()

@@ -66,14 +66,14 @@ def run(
     from art_cli.tinker.client.remote_server import load_sdk
 
     load_sdk()  # the server uses the SDK's message types; a missing SDK is one line with the extra
-    from art_cli.chat.api_keys import check_exposure, read_keys
+    from art_cli.chat.api_keys import Keys, check_exposure, read_key_texts
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
     from art_cli.tinker.server import BackendLimits
     from art_cli.tinker.server.tinker_service import BackendService
 
     warn_of_open_key(context)
-    keys = read_keys(api_key, api_key_file)
+    keys = Keys(read_key_texts(api_key, api_key_file))
     check_exposure(host, keys)
     root = Path(directory).resolve()
     loaded = _load(arguments or [], base)

@@ -76,7 +76,7 @@ def run(
         report(trajectories, gold=gold, gates=gates or [], html=html, as_json=as_json)
         return
     output = output or trajectories.with_name(f"{trajectories.name.removesuffix('.jsonl')}.scored.jsonl")
-    if _is_same_file(output, trajectories):
+    if output.resolve() == trajectories.resolve() or (output.exists() and output.samefile(trajectories)):
         raise UsageError(f"{trajectories}: input and output are the same file; name another one with -o")
     for gate in gates or []:
         parse_gate(gate)  # before paid calls
@@ -98,8 +98,3 @@ def run(
     else:
         sys.stdout.write(json.dumps(before) + "\n" if as_json else before)
     refuse_owed(summary)
-
-
-def _is_same_file(one: Path, other: Path) -> bool:
-    """Returns True for the same file, also through links."""
-    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,30 +75,31 @@ def run(
         raise RunError(
             f"{place}: no {chain.NAME}: an older version made the run, its policy is a prompt, or it has no checkpoint"
         )
+    say: Callable[[str], None] = (lambda text: None) if as_json else write
     if step is not None:
-        _say(f"{what}: step {step} of {place}", as_json)
+        say(f"{what}: step {step} of {place}")
     made = Counter(link.step for link in links if link.files)
     again, first, last = sorted(step for step, count in made.items() if count > 1), links[0], links[-1]
     facts: dict[str, Any] = {"path": str(place), "base": first.origin.base, "first": first.step, "step": last.step}
     facts |= {"policy": policy, kind: digest, "again": again, "flaws": [flaw._asdict() for flaw in flaws]}
     whole = f"{place}: {len(links)} links, from base {facts['base'][:12]} to step {facts['step']}, {policy}"
-    _say(f"{whole}\n  the digest of the whole {kind}: {digest}", as_json)
+    say(f"{whole}\n  the digest of the whole {kind}: {digest}")
     for repeated in again:
-        _say(f"  step {repeated} was made again after a loss, and the loss is not proven", as_json)
+        say(f"  step {repeated} was made again after a loss, and the loss is not proven")
     for flaw in flaws[:MAX_FLAWS]:
-        _say(f"  {flaw.place}: {flaw.what}", as_json)
+        say(f"  {flaw.place}: {flaw.what}")
     problem = f"its chain does not prove {', '.join(flaw.place for flaw in flaws[:3])}" if flaws else ""
     if loaded is not None and not flaws:
         from art_cli.loop.replay import replay
 
-        problem = _replay(replay(files, loaded, links), max(chain.made_by(links)), facts, as_json)
+        problem = _replay(replay(files, loaded, links), max(chain.made_by(links)), facts, say)
     if as_json:
         write(json.dumps(facts))
     if problem:
         raise RunError(f"{place}: {problem}")
 
 
-def _replay(policies: "Iterable[Replayed]", last: int, facts: dict[str, Any], as_json: bool) -> str:
+def _replay(policies: "Iterable[Replayed]", last: int, facts: dict[str, Any], say: Callable[[str], None]) -> str:
     """Recomputes the policies. Returns the first difference, or ""."""
     facts["replayed"], problem = [], ""
     for each in policies:
@@ -107,16 +108,11 @@ def _replay(policies: "Iterable[Replayed]", last: int, facts: dict[str, Any], as
         what = f"other bytes ({names}); {gap if each.gap < math.inf else 'another policy'}" if names else "same bytes"
         if math.isnan(each.gap):
             what = f"other bytes ({names}), and its checkpoint was removed" if names else "no link to compare with"
-        _say(f"  step {each.step}: {what}", as_json)
+        say(f"  step {each.step}: {what}")
         if not each.is_same and (each.step == last or not math.isnan(each.gap)):
             made = f"the update that made step {each.step} gives" if each.step else "base model, seed and demos give"
             problem = f"{made} other weights"
             break
     num = len(facts["replayed"]) - 1 - bool(problem)
-    _say(f"  replayed {max(0, num)} of {last} updates", as_json)
+    say(f"  replayed {max(0, num)} of {last} updates")
     return problem
-
-
-def _say(text: str, as_json: bool) -> None:
-    if not as_json:
-        write(text)

@@ -85,7 +85,7 @@ def run(
 
     SIGTERM and Ctrl-C finish running requests, and refuse new requests with 503.
     """
-    from art_cli.chat.api_keys import check_exposure, read_keys
+    from art_cli.chat.api_keys import Keys, check_exposure, read_key_texts
     from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
     from art_cli.serving.serve_service import Limits, Service
@@ -95,7 +95,7 @@ def run(
     which = which_checkpoint(is_best, is_last)
     if is_following and any("://" in text for text in checkpoints):
         raise UsageError("--follow: name a run's directory on this machine; an object store is read once")
-    keys = read_keys(api_key, api_key_file)
+    keys = Keys(read_key_texts(api_key, api_key_file))
     check_exposure(host, keys)
     with scratch("serve") as directory:
         sources = _find_sources(checkpoints, which=which, base=base, dtype=dtype, directory=directory)

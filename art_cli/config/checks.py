@@ -116,7 +116,8 @@ def _conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "model.dtype", f"{ONLY_BFLOAT16}; set it to auto, or engine=embedded"
         if config.engine.sleep == 2:
             yield "engine.sleep", "in 4 bits vLLM cannot load the weights again when it wakes; set it to 1 or auto"
-    yield from _update_conflicts(config)
+    if config.train.updates_per_step > (groups := config.rollout.groups_per_step):
+        yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
 
 
 def _algorithm_conflicts(config: RunConfig, section: str) -> Iterator[tuple[str, str]]:
@@ -158,12 +159,6 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.python", "with rollout.processes=0 the function runs in the Python of art; leave one of them out"
     if rollout.choose == "adaptive" and "shuffle" in rollout.model_fields_set:
         yield "rollout.shuffle", "used with rollout.choose 'epochs' only, which is 'adaptive'; leave one of them out"
-
-
-def _update_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.train.updates_per_step > config.rollout.groups_per_step:
-        groups = config.rollout.groups_per_step
-        yield "train.updates_per_step", f"at most rollout.groups_per_step ({groups}): a step is split by groups"
 
 
 def _cluster_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -42,11 +42,7 @@ ENTRY = "entry"  # the variant of a section for a user's own class
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and its origin.
-
-    Plug-in entries, scenarios, demos and a base directory stay as written, so a project can move before its run is
-    resumed; they are resolved against `directory` when needed. `runs`, the chat template and Pythons are absolute.
-    """
+    """A configuration and its origin. Entries, scenarios, demos and a base stay as written: a project may move."""
 
     config: RunConfig
     directory: Path  # absolute directory of the file; relative paths in the file are relative to it
@@ -264,11 +260,6 @@ def _default_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
 
 
-def _program(python: Path) -> Path:
-    """Returns the Python executable for an environment's directory; other paths stay the same."""
-    return python / "bin" / "python" if python.is_dir() else python
-
-
 def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     """Makes the paths of runs, chat template and Pythons absolute. Raises ConfigError for an unknown `~user`."""
     absolute = partial(_absolute, composition)
@@ -276,7 +267,8 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     def with_python(section: AnySection | None, key: str) -> AnySection | None:
         if section is None or (python := getattr(section, "python")) is None:  # noqa: B009
             return section
-        return section.model_copy(update={"python": _program(absolute(f"{key}.python", python))})
+        python = absolute(f"{key}.python", python)
+        return section.model_copy(update={"python": python / "bin" / "python" if python.is_dir() else python})
 
     rollout = config.rollout
     sources = {name: with_python(source, f"rollout.sources.{name}") for name, source in rollout.sources.items()}

@@ -118,7 +118,8 @@ class Composition:
         for override in overrides:
             key, value = override.key_or_group, override.value()
             group = key.removesuffix(".name")
-            is_group = group in self.groups or (group == key and self._has_files(key))
+            has_files = group == key and GROUP.fullmatch(key) is not None and bool(self.options.files(key))
+            is_group = group in self.groups or has_files  # a folder with options, such as `hardware`
             if is_group and group == key and isinstance(value, dict) and "name" in value:
                 chosen[group] = str(value.pop("name"))
                 settings.append(Setting(key, value))
@@ -128,10 +129,6 @@ class Composition:
                 settings.append(Setting(key, value, is_removed=override.is_delete()))
         known = {group: option for group, option in chosen.items() if self._exists(group, option, COMMAND_LINE)}
         return known, settings
-
-    def _has_files(self, key: str) -> bool:
-        """Returns True for a folder with options, such as `experiment` or the packaged `hardware`."""
-        return GROUP.fullmatch(key) is not None and bool(self.options.files(key))
 
     def _named_in(self, config: DictConfig) -> dict[str, str]:
         """Removes plain names (`engine: embedded`) from `config`, and returns them as {group: option}."""

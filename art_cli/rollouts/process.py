@@ -92,12 +92,8 @@ class ProcessRollout:
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         """Raises AttemptError if this attempt or its process failed, and RolloutError if every attempt would fail."""
-        if is_alone:
-            return await self._play_alone(policy, scenario)
-        process = min(self._processes, key=lambda process: process.num_playing)
-        return await process.play(policy, scenario)
-
-    async def _play_alone(self, policy: Policy, scenario: Json) -> Outcome:
+        if not is_alone:
+            return await min(self._processes, key=lambda process: process.num_playing).play(policy, scenario)
         async with self._lone:
             process = self._make()
             try:

@@ -19,7 +19,7 @@ import msgspec
 import openai
 import pytest
 
-from art_cli.chat.api_keys import Keys, read_keys
+from art_cli.chat.api_keys import Keys, read_key_texts
 from art_cli.chat.replies import Choice, Chunk, Reply
 from art_cli.chat.requests import Request
 from art_cli.cli import serve as serve_command
@@ -324,7 +324,7 @@ async def test_the_lines_of_a_server_with_keys_find_the_key_and_do_not_show_it(
     file = tmp_path / "my keys"
     file.write_text("# a key\n\n  the-key \nother\n")
     monkeypatch.setenv("ART_API_KEY", "the-key")
-    async with serving(loader=ScriptedLoader(), keys=read_keys(None, file)) as (_, root):
+    async with serving(loader=ScriptedLoader(), keys=Keys(read_key_texts(None, file))) as (_, root):
         serve_command._greet(
             root, [scripted_source()], serve_command.how_to_get_key(True, file if in_file else None), False
         )

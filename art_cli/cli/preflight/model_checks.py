@@ -129,7 +129,10 @@ def check_update(opened: Opened, part: SourcePart) -> Finding:
     own_prompt = len(prompt(part.played[0].turns, 0))
     longest = min(opened.policy.max_length, own_prompt + part.loaded.config.rollout.longest_answer)
     length = min(played, longest, trial_update.MAX_TOKENS)
-    log.info("update: a step on a row of %d tokens, %s", length, _update_takes(opened, length))
+    begin = time.perf_counter()
+    opened.learner.score([index % opened.policy.vocabulary for index in range(length)])
+    takes_s = FIRST_STEP * (time.perf_counter() - begin)
+    log.info("update: a step on a row of %d tokens, about %.0f s", length, takes_s)
     learns_by = part.loaded.config.learns_by
     metrics = trial_update.step(opened.learner, length, vocabulary=opened.policy.vocabulary, parts=learns_by.parts)
     if metrics.num_updates == 0:
@@ -145,14 +148,6 @@ def check_update(opened: Opened, part: SourcePart) -> Finding:
     is_large = whole.seconds > LONG_ROW_S or (whole.gigabytes or 0.0) > memory_there(opened.weights)
     cure = f"model.max_length makes it shorter: the longest attempt here had {played:,} tokens" if is_large else ""
     return Finding("update", True, message, cure)
-
-
-def _update_takes(opened: Opened, length: int) -> str:
-    """Estimates the time of the first step on a row of `length` tokens from one forward pass over such a row."""
-    assert opened.policy and opened.learner
-    begin = time.perf_counter()
-    opened.learner.score([index % opened.policy.vocabulary for index in range(length)])
-    return f"about {FIRST_STEP * (time.perf_counter() - begin):.0f} s"
 
 
 def check_disk(opened: Opened, part: SourcePart) -> Finding:

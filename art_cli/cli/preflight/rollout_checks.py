@@ -105,14 +105,16 @@ def check_rollout(opened: Opened, part: SourcePart) -> Finding:
     num_tokens = first.num_sampled or first.metrics.get("num_completion", 0)
     message = f"{first.metrics['num_turns']:.0f} turns, {num_tokens:.0f} sampled tokens, {reward}"
     message += f'; the last reply is "{last_reply(first)}"{_base_success(part.played)}'
-    cures = [part.slowness, _sampling_note(part.played), NO_REWARD if _is_unrewarded(part.played) else ""]
+    is_unrewarded = all(each.returned_reward is not None and each.returned_reward <= 0 for each in part.played)
+    cures = [part.slowness, _sampling_note(part.played), NO_REWARD if is_unrewarded else ""]
     return Finding("rollout", True, message, "; ".join(filter(None, cures)))
 
 
 def _rollout_problem(opened: Opened, part: SourcePart, trajectory: Trajectory) -> Finding | None:
     if error := trajectory.error or trajectory.failure:
         mend = "await the call" if "'coroutine' object" in error else "mend the rollout"
-        return Finding("rollout", False, error, f"{mend}; it failed on {_first_id(part)}")
+        first = printable(str(part.scenarios[0]["id"]), limit=MAX_SHOWN)
+        return Finding("rollout", False, error, f"{mend}; it failed on the first scenario, {first}")
     if trajectory.returned_reward is None and part.judge is not None and part.judge.needs_reward:
         message = "it returned no reward, and judge is 'rollout'"
         return Finding("rollout", False, message, "return one, or choose a judge")
@@ -128,10 +130,6 @@ def _rollout_problem(opened: Opened, part: SourcePart, trajectory: Trajectory) -
 
 def _made_no_call(opened: Opened, trajectory: Trajectory) -> bool:
     return not trajectory.turns if opened.policy is not None else trajectory.is_silent
-
-
-def _first_id(part: SourcePart) -> str:
-    return f"the first scenario, {printable(str(part.scenarios[0]['id']), limit=MAX_SHOWN)}"
 
 
 def _silence_problem(opened: Opened, part: SourcePart) -> Finding:
@@ -169,10 +167,6 @@ def check_tools(opened: Opened, part: SourcePart) -> Finding | None:
         return Finding("tools", True, f"the chat template shows {names}", cure)
     cure = f"{template_cure(opened.tokenizer)} in model.chat_template, or choose a model whose template shows tools"
     return Finding("tools", False, f"the chat template leaves out the tools: the model never sees {names}", cure)
-
-
-def _is_unrewarded(played: Sequence[Trajectory]) -> bool:
-    return all(each.returned_reward is not None and each.returned_reward <= 0 for each in played)
 
 
 def _base_success(played: Sequence[Trajectory]) -> str:

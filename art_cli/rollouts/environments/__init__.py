@@ -94,23 +94,9 @@ class Library(Protocol):
         """Opens and tests the environment. Raises UsageError for an unknown name, wrong arguments, or a failed test."""
 
 
-def library_names() -> list[str]:
-    """Returns the names of all libraries, including libraries whose package is not installed."""
-    return list(_entries())
-
-
-def _entries() -> dict[str, EntryPoint]:
+def libraries() -> dict[str, EntryPoint]:
     built_in = [EntryPoint(name, place, GROUP) for name, place in BUILT_IN.items()]
     return {entry.name: entry for entry in (*entry_points(group=GROUP), *built_in)}
-
-
-def _load(entry: EntryPoint) -> Library:
-    """Raises UsageError if the package that brings it is broken."""
-    try:
-        made: Library = entry.load()()
-    except Exception as error:  # the boundary to another package
-        raise UsageError(f"library {entry.name!r} of environments ({entry.value}): {describe(error)}") from error
-    return made
 
 
 def find_library(name: str) -> tuple[Library, str]:
@@ -124,10 +110,14 @@ def find_library(name: str) -> tuple[Library, str]:
 
 def library_named(name: str) -> Library:
     """Imports and returns the library. Raises UsageError for an unknown library."""
-    known = _entries()
+    known = libraries()
     if name not in known:
         raise UsageError(no_such_option("library of environments", name, sorted(known)))
-    return _load(known[name])
+    try:
+        made: Library = known[name].load()()
+    except Exception as error:  # the boundary to another package
+        raise UsageError(f"library {name!r} of environments ({known[name].value}): {describe(error)}") from error
+    return made
 
 
 def not_installed(library: Library) -> str:
@@ -186,7 +176,8 @@ def check_args(settings: Settings, defaults: Json) -> None:
         if name not in defaults:
             raise unknown(f"rollout.environment.args of {settings.name}", name, defaults)
         default = defaults[name]
-        if default is not None and not _is_of_kind(value, default):
+        is_whole = type(default) is float and type(value) is int  # a whole number for a number
+        if default is not None and type(value) is not type(default) and not is_whole:
             kind, where = KINDS.get(type(default), "something else"), f"rollout.environment.args.{name}"
             raise UsageError(f"{where}: {settings.name} takes {kind} there, not {printable(repr(value), limit=80)}")
 
@@ -207,9 +198,3 @@ def finite(number: float, what: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}")
     return number
-
-
-def _is_of_kind(value: Any, default: Any) -> bool:
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return True
-    return type(value) is type(default)

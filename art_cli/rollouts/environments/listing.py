@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from art_cli.rollouts.environments import Json, Library, Listing, cure, library_named, library_names, not_installed
+from art_cli.rollouts.environments import Json, Library, Listing, cure, libraries, library_named, not_installed
 from art_cli.runtime.errors import UsageError, describe
 from art_cli.runtime.processes.child import child_environment
 
@@ -31,7 +31,7 @@ print("\\n" + json.dumps(look(json.loads(sys.argv[2]))))
 def look(name: str | None) -> list[Json]:
     """Returns all libraries, or the named library. Raises UsageError for an unknown name."""
     with redirect_stdout(io.StringIO()):  # some games print during construction
-        return [_look(name, library_named(name))] if name is not None else [*map(_look_safely, library_names())]
+        return [_look(name, library_named(name))] if name is not None else [*map(_look_safely, libraries())]
 
 
 def _look_safely(name: str) -> Json:

@@ -46,10 +46,7 @@ class McpServers:
         return iter(())
 
     def defaults(self, name: str) -> Json:
-        """`tools` selects tools by name; [] selects all. `variables` names environment variables for a command.
-
-        `headers` maps a URL's request headers to the names of the variables that hold their values.
-        """
+        """`tools` are names, [] all; `variables` are for a command; `headers` maps to variables, for a URL."""
         return dict(DEFAULTS)
 
     def open(self, name: str, settings: Settings) -> "McpServer":

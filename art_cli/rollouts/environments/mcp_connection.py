@@ -31,10 +31,7 @@ MAX_PAGES = 50  # most pages of the server's list of tools
 
 
 class ServerAddress(NamedTuple):
-    """A server's address.
-
-    Example: ServerAddress("https://host/mcp", None, {"Authorization": "Bearer ..."}, "http", 60.0)
-    """
+    """Example: ServerAddress("https://host/mcp", None, {"Authorization": "Bearer ..."}, "http", 60.0)"""
 
     url: str
     command: StdioServerParameters | None  # None if `url` is set

@@ -161,9 +161,7 @@ async def _reply(policy: "Policy", messages: Any) -> str | None:
 
 
 async def _listen(socket: Any, answers: "asyncio.Queue[Any]") -> None:
-    """Queues the server's messages, followed by the final error. Receiving also answers pings while the policy thinks,
-    because aiohttp answers pings only while receiving.
-    """
+    """Queues the server's messages, then the final error. Receiving answers pings while the policy thinks."""
     try:
         while True:
             await answers.put(await socket.receive_str())

@@ -108,16 +108,11 @@ def _spec(name: str) -> Any:
 def _game_class(spec: Any) -> Any:
     if not isinstance(spec.entry_point, str):
         return spec.entry_point
-    _refuse_downloads()
-    module, _, name = spec.entry_point.partition(":")
-    return getattr(import_module(module), name)
-
-
-def _refuse_downloads() -> None:
-    """Replaces nltk.download, which games call on import. Finds installed data and never downloads."""
     import nltk
 
-    nltk.download = _find_data
+    nltk.download = _find_data  # games call it on import
+    module, _, name = spec.entry_point.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _find_data(names: str | list[str], **_: Any) -> bool:
@@ -227,10 +222,7 @@ class _Match:
             self._env.reset(num_players=num_players, seed=seed)
         # some games ignore the requested number
         self.num_seats = int(getattr(self._env.state, "num_players", num_players))
-
-    @property
-    def is_for_one(self) -> bool:
-        return type(self._env.state).__name__ == "SinglePlayerState"
+        self.is_for_one = type(self._env.state).__name__ == "SinglePlayerState"
 
     @contextlib.contextmanager
     def _own_numbers(self) -> Iterator[None]:

@@ -212,8 +212,8 @@ class Absent:
         if name.partition(".")[0] in ("mcp", "httpx2"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
-from art_cli.rollouts.environments import Settings, library_named, library_names, open_environment
-names = sorted(library_names())
+from art_cli.rollouts.environments import Settings, libraries, library_named, open_environment
+names = sorted(libraries())
 loaded = [name for name in sys.modules if name.startswith("art_cli.rollouts.environments.")]
 for name in loaded:
     del sys.modules[name]
