@@ -7,8 +7,7 @@
     content as parts; the older `function_call`        text; a tool call
     logprobs with a null, or that no token can have    no logprobs: the reply is recorded as text
 
-Ambiguous values are refused with the field's name. Supports chat and plain completions, and the token ids and logprobs
-of vLLM and art. Does not support audio and images.
+Ambiguous values are refused with the field's name. Audio and images are not supported.
 """
 
 import json

@@ -7,7 +7,6 @@ Templates read plain content and arguments that are objects. OpenAI's form has p
 """
 
 import json
-from typing import Any
 
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.reading import check_size
@@ -36,17 +35,12 @@ def _call_for_template(call: Json, keeps_text: bool) -> Json:
     function = dict(call["function"])
     arguments = function.get("arguments") or "{}"
     try:
-        parsed = _read_arguments(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(parsed := arguments, str):
+            check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
+            parsed = json.loads(arguments)
+            if isinstance(parsed, dict | list) and is_deep(parsed, MAX_CHAT_DEPTH):
+                raise ValueError("nested too deeply")
     except (ValueError, RecursionError):
         raise invalid(f"messages: arguments of a call to {function.get('name')!r} are not JSON", "messages") from None
     function["arguments"] = arguments if keeps_text else parsed
     return {**call, "function": function}
-
-
-def _read_arguments(arguments: str) -> Any:
-    """Returns the parsed JSON. Raises ValueError if it is invalid or nested deeply."""
-    check_size(arguments.encode(errors="replace"), "messages: a call's arguments", "messages")
-    read = json.loads(arguments)
-    if isinstance(read, dict | list) and is_deep(read, MAX_CHAT_DEPTH):
-        raise ValueError("nested too deeply")
-    return read

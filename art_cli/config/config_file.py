@@ -152,30 +152,28 @@ def _problems_below(node: yaml.Node | None, key: str, shown: str) -> Iterator[Pr
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _problems_below(value, join(key, str(index)), shown)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None and _is_long_number(node.value):
+    elif not isinstance(node, yaml.ScalarNode):
+        return
+    elif node.style is None and len(node.value) > MAX_DIGITS and not node.value.strip("+-.0123456789_:"):
         message = f"a number of {len(node.value)} digits; at most {MAX_DIGITS} are read"
         yield Problem(key, f"{shown}:{node.start_mark.line + 1}", message)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None and _is_surprising(node.value, key):
+    elif node.style is None and _is_surprising(node.value, key):
         read = float(node.value) if _EXPONENT.fullmatch(node.value) else yaml.safe_load(node.value)
         message = f"YAML reads {_short(node.value)} as the number {read}; write {read}, or put text in quotes"
         yield Problem(key, f"{shown}:{node.start_mark.line + 1}", message)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() in WORDS:
+    elif node.style is None and node.value.lower() in WORDS:
         is_true = yaml.safe_load(node.value)
         read = str(is_true).lower()
         log.warning(
             "%s:%d: %s: YAML reads %s as %s; write %s, or put text in quotes",
             *(shown, node.start_mark.line + 1, key, node.value, read, read),
         )
-    elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
+    elif "${" in node.value:
         try:
             parse_interpolation(node.value)
         except GrammarParseError:
             message = rf"cannot read the interpolation in {_short(node.value)!r}; write \${{ for a plain ${{"
             yield Problem(key, f"{shown}:{node.start_mark.line + 1}", message)
-
-
-def _is_long_number(text: str) -> bool:
-    return len(text) > MAX_DIGITS and not text.strip("+-.0123456789_:")
 
 
 def _is_surprising(text: str, key: str) -> bool:

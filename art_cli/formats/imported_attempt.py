@@ -190,9 +190,7 @@ def _plain_call(call: Any) -> Json:
         function = {"name": call.get("name", function), "arguments": call.get("arguments")}
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError("a tool call without a name")
-    arguments = function.get("arguments")
-    if arguments is None:
-        arguments = {}
+    arguments = {} if function.get("arguments") is None else function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
     return {"id": str(call.get("id") or ""), "type": "function", "function": {**function, "arguments": text}}
 
@@ -251,9 +249,8 @@ def error_in(record: Mapping[str, Any]) -> str | None:
     return None if not error else error if isinstance(error, str) else json.dumps(error)
 
 
-def numbers(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:
-    pairs = values.items() if isinstance(values, Mapping) else values
-    return {str(name): number for name, value in pairs if (number := as_number(value)) is not None}
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: number for name, value in values.items() if (number := as_number(value)) is not None}
 
 
 def named(record: Mapping[str, Any], keys: Iterable[str]) -> str | None:

@@ -1,8 +1,7 @@
 """Concurrency: adapts the number of concurrent rollouts to the engine's load; Openings: admits this number.
 
-An engine handles a limited number of concurrent requests and queues the rest. A rollout does not use the engine while
-its agent computes or waits for a tool. The best number of rollouts is therefore larger than the engine's capacity for
-agents with slow tools, and close to the capacity for other agents.
+A rollout does not use the engine while its agent computes or waits for a tool. The best number of rollouts is therefore
+larger than the engine's capacity for agents with slow tools, and close to the capacity for other agents.
 
     samples of engine load and calls -> sums over a window of two calls per rollout -> a new number, or the same number
 

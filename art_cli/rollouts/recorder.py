@@ -7,9 +7,8 @@ earlier turn whose sequence shares the most tokens with the turn's prompt:
     the prompt differs at some token               kept = number of tokens before this token; a branch
     the prompt shares no token with any turn       parent None; a new tree
 
-An SDK repeats a call after a timeout and reports the number of retries in a header (`Request.num_retries`). The first
-call may still be answered, with a reply that the rollout never sees. If several calls are equal, such as the samples of
-a best-of-n, each retry replaces the most likely call:
+An SDK repeats a call after a timeout, and the rollout never sees the first call's reply. Of several equal calls, such
+as the samples of a best-of-n, a retry (`Request.num_retries`) replaces the most likely one:
 
     a call that failed or whose client left      the SDK gave up for this reason
     else the oldest call in flight               it is the first to time out

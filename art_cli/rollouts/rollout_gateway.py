@@ -6,11 +6,8 @@
 If a client leaves before the end of the answer, the streamed text is recorded as a turn with the finish reason
 "cancelled". The call counts like any other call.
 
-An SDK repeats a call after a timeout. The new call replaces the old call (recorder.py), whose reply is marked as
-abandoned. Both calls count once against the limit on turns.
-
-If the policy is a prompt, the gateway adds the prompt to each recorded call on its way to the engine. The record has
-only the agent's own messages. A judge therefore cannot see which prompt an attempt used.
+An SDK's retry replaces the earlier call (recorder.py); both count once against the limit on turns. If the policy is a
+prompt, the record has only the agent's own messages, so a judge cannot see which prompt an attempt used.
 
 Calls with `Request.is_recorded` False are answered, but not recorded or counted. They ask about a prompt, or the policy
 plays another role. Their seeds come from a separate sequence, so the recorded calls sample the same with and without

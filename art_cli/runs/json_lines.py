@@ -1,9 +1,7 @@
 """JSON lines from arbitrary programs, and safe opening of run directory files.
 
-The reader accepts all output of Python's json. Python writes NaN, Infinity and lone surrogates, which are not
-JSON, and Windows programs may add a byte order mark. Such lines are repaired: non-finite numbers become null (dropped
-from a record's `metrics`), and lone surrogates become U+FFFD. Every ValueError raised here is one printable line with
-the reason. The caller adds the file and line.
+The reader repairs what Python's json and Windows programs write: a byte order mark is dropped, NaN and Infinity become
+null (dropped from a record's `metrics`), and lone surrogates U+FFFD. Every ValueError is one printable line.
 
 A run directory may come from a stranger. Reading a FIFO would block forever, reading a device would never end, and a
 link could point to any file on this machine. `open_file` refuses all three.

@@ -2,10 +2,9 @@
 
 Freed memory is kept for the next computation, up to a bound.
 
-torch allocates every tensor anew. By default, glibc maps and unmaps large tensors each time, and the kernel clears the
-pages again: 8 % of the training time for a model with a million parameters. glibc also gives each thread an arena, a
-separate heap that keeps the thread's freed memory even if the next computation runs in a different thread. A model with
-135 million parameters grew by 3 GB every few steps. Other C libraries keep their defaults.
+By default, glibc maps and unmaps large tensors each time, and the kernel clears the pages again: 8 % of the training
+time of a small model. It also gives each thread an arena that keeps the thread's freed memory: a model with 135 million
+parameters grew by 3 GB every few steps. Other C libraries keep their defaults.
 """
 
 import contextlib

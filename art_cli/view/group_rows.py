@@ -307,20 +307,14 @@ def search(step: IndexedStep, text: str) -> set[str]:
             with contextlib.suppress(OSError):
                 if path not in files:
                     files[path] = stack.enter_context(step.open(path))
-                if _has_text(files[path], row, wanted, is_plain=is_plain):
+                files[path].seek(row.offset)
+                line = files[path].read(row.length)
+                if (not is_plain or wanted.encode() in line.lower()) and wanted in said(line, row).lower():
                     found.add(row.id)
     while len(step.searches) >= MAX_SEARCHES:
         step.searches.pop(next(iter(step.searches)), None)
     step.searches[wanted] = revision, found
     return found
-
-
-def _has_text(file: IO[bytes], row: IndexRow, wanted: str, *, is_plain: bool) -> bool:
-    file.seek(row.offset)
-    line = file.read(row.length)
-    if is_plain and wanted.encode() not in line.lower():
-        return False
-    return wanted in said(line, row).lower()
 
 
 def said(line: bytes, row: IndexRow) -> str:

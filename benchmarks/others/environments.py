@@ -26,7 +26,7 @@ from art_cli.learners import load_policy
 from art_cli.loop.decide import decide_engine
 from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.models.builtin_models import tiny
-from art_cli.rollouts.environments import library_named, library_names
+from art_cli.rollouts.environments import libraries, library_named
 from art_cli.rollouts.rollout_runner import RolloutPlan, Runner
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import ArtError, describe
@@ -78,7 +78,7 @@ async def measure(only_library: str | None, only: str | None) -> list[Row]:
         loaded = decide_engine(load_config(path))
         weights = load_policy(loaded.config, str(base))
         async with open_sampler(loaded, weights, checkpoint=None, step=0, logs=directory) as sampler:
-            for name in library_names():
+            for name in libraries():
                 if only_library not in (None, name):
                     continue
                 with contextlib.redirect_stdout(sys.stderr):

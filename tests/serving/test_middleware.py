@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from art_cli.chat.api_keys import Keys, check_exposure, read_keys
+from art_cli.chat.api_keys import Keys, check_exposure, read_key_texts
 from art_cli.chat.wires import WIRES
 from art_cli.cli import app as cli
 from art_cli.runs.run_dir import RunDir
@@ -249,19 +249,19 @@ def test_an_address_that_others_reach_needs_a_key(capsys: pytest.CaptureFixture[
 def test_keys_come_from_an_option_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nalpha\n\n  beta  \n")
-    keys = read_keys("gamma", file)
+    keys = Keys(read_key_texts("gamma", file))
     assert [keys.admits(key) for key in ("alpha", "beta", "gamma")] == [True] * 3
     assert [keys.admits(key) for key in ("# ours", "", None, "alph", "alpha ")] == [False] * 5
     assert Keys().admits(None)
     file.write_text("# none\n")
     with pytest.raises(UsageError, match="no keys in"):
-        read_keys(None, file)
+        read_key_texts(None, file)
     file.write_text("kläy\n")
     with pytest.raises(UsageError, match="key 1: a key is printable ASCII") as caught:
-        read_keys(None, file)
+        read_key_texts(None, file)
     assert "kläy" not in str(caught.value)
     with pytest.raises(UsageError, match="cannot read"):
-        read_keys(None, tmp_path / "nothing")
+        read_key_texts(None, tmp_path / "nothing")
 
 
 @pytest.mark.slow

@@ -3,10 +3,8 @@
     header.json, summaries.json        log metadata, one summary per attempt
     samples/{scenario}_epoch_{n}.json  an attempt: messages, model and tool calls as events, scores
 
-Uses only zip and JSON. inspect_ai's models would save a hundred lines here, but keep the whole log in memory. Scenarios
-become samples, attempts become epochs. Rewards, judge scores with explanations, and rollout metrics become scores.
-Messages shared by several calls are stored once (`events_data`), so the size stays linear in the conversation length.
-The file is written under a temporary name and then renamed.
+Uses only zip and JSON, because inspect_ai's models keep the whole log in memory. Scenarios become samples, attempts
+epochs; rewards, judge scores and rollout metrics become scores. Messages shared by calls are stored once.
 """
 
 import hashlib

@@ -9,12 +9,8 @@ Names and structure follow https://github.com/open-telemetry/semantic-convention
 Langfuse, Phoenix, MLflow and Weave. Attributes without a convention are named `art.*`. Ids are hashes of run id and
 attempt id, so resending an attempt updates the same trace. Spans contain no token ids.
 
-A ModelCall combines the messages around a call, the tools called, and the turn with its tokens. Trajectories store
-conversations and turns separately, so replies are matched to turns only if the match is unambiguous. In a single
-conversation the last replies match the turns in order. With several conversations, each needs a turn path of matching
-length. Ambiguous calls get no turn rather than another call's tokens. If each call has a turn with measured times,
-these are its times. Otherwise the attempt's duration is divided among the calls in proportion to sampled tokens: the
-order is exact, the durations are estimates.
+Replies are matched to turns only if the match is unambiguous: the last replies of a single conversation in order; of
+several, each by a turn path of its length. Calls without measured times share the attempt's duration by sampled tokens.
 """
 
 import hashlib

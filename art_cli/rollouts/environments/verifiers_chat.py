@@ -1,8 +1,7 @@
 """ChatHarness for verifiers tasksets without a harness: a conversation with the task's tools, in this process.
 
-verifiers' own harnesses are programs that uv installs on first use and that take seconds to start. The harness contract
-also allows a loop in this process if every model call goes through the given endpoint. The conversation ends with the
-first reply without a tool call.
+verifiers' own harnesses are programs that uv installs on first use and that take seconds to start. The conversation
+ends with the first reply without a tool call.
 """
 
 import sys
