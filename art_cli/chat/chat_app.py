@@ -64,7 +64,7 @@ def wrong_key(key: str | None) -> ChatError:
 
 @dataclass(frozen=True, kw_only=True)
 class AppSettings:
-    """Settings of an application.  Example: `AppSettings(body_limit=lambda: BodyLimit(2**20), is_processed=True)`"""
+    """Settings of an application. Example: `AppSettings(body_limit=lambda: BodyLimit(2**20), is_processed=True)`"""
 
     refuse_key: Callable[[str | None], ChatError] = wrong_key  # returns the error for an unknown key
     body_limit: Callable[[], BodyLimit] = BodyLimit  # called for each request

@@ -157,7 +157,7 @@ def _as_trained(loaded: LoadedConfig, run: Path) -> LoadedConfig:
 
 
 def _as_searched(loaded: LoadedConfig, policy: Path, *, is_trusted: bool) -> LoadedConfig:
-    """For a prompt, returns the configuration with the run's endpoint.  Raises UsageError if the run is not trusted."""
+    """For a prompt, returns the configuration with the run's endpoint. Raises UsageError if the run is not trusted."""
     run = run_of(policy) if (policy / "manifest.json").exists() else RunDir(policy)
     engine = run_config(run).get("engine")
     if not isinstance(engine, dict) or engine.get("name") not in HOSTED:

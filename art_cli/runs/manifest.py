@@ -161,7 +161,7 @@ def digest_of(manifest: Manifest) -> str:
 
 
 def verify_checkpoint(directory: Path) -> Manifest:
-    """Hashes every file of a checkpoint and returns its manifest.  Raises CheckpointError on any problem."""
+    """Hashes every file of a checkpoint and returns its manifest. Raises CheckpointError on any problem."""
     manifest = _read_hashes(directory, MANIFEST, Manifest)
     if manifest.digest and manifest.digest != manifest_digest(
         read_file(directory / MANIFEST, max_bytes=MAX_PROOF_BYTES)

@@ -37,7 +37,7 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789 .,:;!?()[]{}=+-*_#@%")
 
 
 class Node(msgspec.Struct):
-    """A message shared by attempts.  Example: Node(3, 1, "assistant", "right", [], [0, 2], True)"""
+    """A message shared by attempts. Example: Node(3, 1, "assistant", "right", [], [0, 2], True)"""
 
     id: int
     parent: int | None  # id of the previous message; None at the root

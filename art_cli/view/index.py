@@ -223,7 +223,7 @@ class IndexedStep:
             self.problems.append(printable(problem, limit=300))
 
     def open(self, path: Path) -> IO[bytes]:
-        """Opens a file of the step.  Raises OSError for a missing file, a special file, or a link out of the run."""
+        """Opens a file of the step. Raises OSError for a missing file, a special file, or a link out of the run."""
         return open_file(path, within=self.root)
 
     # --- asking -------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Labels:
 
 
 def read_rows(line: bytes, number: int, labels: Labels) -> list[IndexRow]:
-    """Returns the rows of line `number`, without file positions.  Raises ValueError if the line has no trajectory."""
+    """Returns the rows of line `number`, without file positions. Raises ValueError if the line has no trajectory."""
     head = decode(line, _HEAD)
     if bytes(head.trajectories):
         return _art_rows(head, number, labels)

@@ -118,7 +118,7 @@ def _modified(path: Path) -> float:
 
 
 def _has_owner(run: RunDir) -> bool:
-    """Returns True if the process named in the run's lock is alive.  Leaves the lock alone for a starting training."""
+    """Returns True if the process named in the run's lock is alive. Leaves the lock alone for a starting training."""
     try:
         owner = read_file(run.logs / "lock", max_bytes=32, within=run.root).strip()
         if not owner.isdigit() or int(owner) in (1, os.getpid()):  # from another container

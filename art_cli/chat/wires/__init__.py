@@ -51,7 +51,7 @@ class Wire(Protocol):
         """Returns the client's API key."""
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """Parses a body; `defaults` fill in sampling parameters.  Raises ChatError 400 for an invalid body."""
+        """Parses a body; `defaults` fill in sampling parameters. Raises ChatError 400 for an invalid body."""
 
     def render(self, request: Request, reply: Reply) -> bytes:
         """Returns a complete reply as JSON."""

@@ -64,7 +64,7 @@ class _Capabilities(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """A server's address and key.  Example: RemoteServer("http://gpu:8100", "tml-...", "TINKER_API_KEY")"""
+    """A server's address and key. Example: RemoteServer("http://gpu:8100", "tml-...", "TINKER_API_KEY")"""
 
     url: str
     key: str = field(repr=False)
