@@ -378,14 +378,14 @@ def fork(run: RunDir, root: Path, *, step: int | None) -> Found:
     """Creates a run at `root` from a single checkpoint, including its optimizer (by default the newest valid one).
 
     The metrics up to that step and a built base model are copied. The configuration is not copied, because it comes
-    from the new run's first `art train`. Raises RunError if `root` exists or the step is missing, and CheckpointError
+    from the new run's first `art train`. Raises UsageError if `root` exists or the step is missing, and CheckpointError
     if the checkpoint does not verify.
     """
     if root.exists():
-        raise RunError(f"{root}: there is something already; choose another name")
+        raise UsageError(f"{root}: there is something already; choose another name")
     if step is not None and step not in run.checkpoint_steps():
         there = ", ".join(map(str, run.checkpoint_steps())) or "none"
-        raise RunError(f"{run.root}: no checkpoint of step {step}; there are: {there}")
+        raise UsageError(f"{run.root}: no checkpoint of step {step}; there are: {there}")
     found = choose(run, "newest") if step is None else _found(run.checkpoint_path(step), run)
     log_policy(found.path, found.why if step is not None else f"step {found.step}, the newest (--step takes another)")
     lines = [line for line in run.metrics() if line.step < found.step + (line.split != "train")]
@@ -417,7 +417,7 @@ def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None
     """Creates a run at `root` whose step 0 is a plain PEFT adapter, or the weights of a checkpoint or run.
 
     Training continues from these weights with a new optimizer. `base` receives the path for a built base model and
-    returns the base model to use. By default this is the source's base model, copied if it was built. Raises RunError
+    returns the base model to use. By default this is the source's base model, copied if it was built. Raises UsageError
     if `root` has checkpoints, and CheckpointError if the source is not a LoRA adapter in safetensors format or does not
     verify.
     """
@@ -432,7 +432,7 @@ def import_start(source: Path, root: Path, *, base: Callable[[Path], str] | None
 
 def _import_found(found: Found, run: RunDir, base: Callable[[Path], str] | None) -> Found:
     if run.checkpoint_steps():
-        raise RunError(f"{run.root}: a run with checkpoints; an adapter is imported into a new one")
+        raise UsageError(f"{run.root}: a run with checkpoints; an adapter is imported into a new one")
     source = found.path
     if is_built(run.base):
         shutil.rmtree(run.base)  # left by an earlier start; no checkpoint here needs it

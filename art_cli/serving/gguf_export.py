@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from art_cli.models import gguf_base, gguf_file
 from art_cli.models.adapters import merge
 from art_cli.runs.durable import new_directory
-from art_cli.runtime.errors import DriftError, RunError, UsageError
+from art_cli.runtime.errors import DriftError, UsageError
 from art_cli.runtime.scratch import scratch
 from art_cli.serving import merged_export
 from art_cli.serving.merged_export import Exported, load_source, logprobs
@@ -27,13 +27,13 @@ BOUNDS = {"f16": 5e-2, "q8_0": 1.0, "q4_0": 8.0}
 def export(source: Source, output: Path, *, kind: str, bound: float | None) -> Exported:
     """Writes the GGUF file, a Modelfile and the model card to `output`.
 
-    Raises UsageError for unknown kinds and models that GGUF cannot store, RunError if `output` exists, and DriftError
+    Raises UsageError for unknown kinds and models that GGUF cannot store, and if `output` exists; DriftError
     if the written model differs from the policy.
     """
     if kind not in BOUNDS:
         raise UsageError(f"--gguf {kind}: one of {', '.join(BOUNDS)}")
     if output.exists():
-        raise RunError(f"{output}: there is something already; choose another name")
+        raise UsageError(f"{output}: there is something already; choose another name")
     policy = load_source(source, "float32")
     gguf_file.architecture_of(policy.model.config)
     prompts = merged_export.prompts_for(source, policy)
@@ -55,11 +55,11 @@ def export(source: Source, output: Path, *, kind: str, bound: float | None) -> E
 
 
 def export_adapter(source: Source, output: Path) -> Path:
-    """Writes the adapter as GGUF with a Modelfile, and returns the file. Raises UsageError, RunError."""
+    """Writes the adapter as GGUF with a Modelfile, and returns the file. Raises UsageError."""
     if source.adapter is None:
         raise UsageError(f"--gguf-adapter: {source.name} is a whole model; --gguf writes it")
     if output.exists():
-        raise RunError(f"{output}: there is something already; choose another name")
+        raise UsageError(f"{output}: there is something already; choose another name")
     policy = load_source(source, "float32")
     name = f"{file_name(source.name)}-adapter.gguf"
     with new_directory(output, is_private=False) as directory:

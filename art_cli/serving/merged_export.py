@@ -23,7 +23,7 @@ from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.durable import new_directory
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory, sequence
-from art_cli.runtime.errors import DriftError, RunError, UsageError
+from art_cli.runtime.errors import DriftError, UsageError
 from art_cli.serving.served_model import Source, base_config
 
 log = logging.getLogger(__name__)
@@ -81,11 +81,11 @@ class Exported(NamedTuple):
 
 
 def export(source: Source, output: Path, *, dtype: str, bound: float | None) -> Exported:
-    """Writes `output`. Raises UsageError for unknown dtypes, RunError if it exists, DriftError for other weights."""
+    """Writes `output`. Raises UsageError for unknown dtypes and if it exists, DriftError for other weights."""
     if dtype not in BOUNDS:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
     if output.exists():
-        raise RunError(f"{output}: there is something already; choose another name")
+        raise UsageError(f"{output}: there is something already; choose another name")
     policy = load_source(source, "float32")
     prompts = prompts_for(source, policy)
     wanted = logprobs(policy if dtype == "float32" else load_source(source, dtype), prompts)

@@ -108,8 +108,8 @@ def test_a_fork_never_writes_over_anything(art: Art, tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", (1, 2))
     (tmp_path / "there").mkdir()
     code, _, err = art("checkpoints", run.root, "--fork", "there")
-    assert (code, err) == (1, f"error: {tmp_path}/there: there is something already; choose another name\n")
-    with pytest.raises(RunError, match="no checkpoint of step 7; there are: 1, 2"):
+    assert (code, err) == (2, f"error: {tmp_path}/there: there is something already; choose another name\n")
+    with pytest.raises(UsageError, match="no checkpoint of step 7; there are: 1, 2"):
         checkpoints.fork(run, tmp_path / "new", step=7)
     flip(run.checkpoint_path(1) / ADAPTER)
     with pytest.raises(CheckpointError, match="does not match its hash"):

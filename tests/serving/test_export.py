@@ -18,7 +18,7 @@ from art_cli.models.weights import Weights
 from art_cli.runs.durable import write_lines
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
-from art_cli.runtime.errors import DriftError, RunError, UsageError
+from art_cli.runtime.errors import DriftError, UsageError
 from art_cli.serving import merged_export as module
 from art_cli.serving.merged_export import export, saved_prompts
 from art_cli.serving.served_model import Source, find_source
@@ -177,7 +177,7 @@ def test_mistakes_are_told_before_anything_is_loaded(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = find_source(str(run.root))
-    with pytest.raises(RunError, match="there is something already"):
+    with pytest.raises(UsageError, match="there is something already"):
         export(source, tmp_path, dtype="float32", bound=None)
     with pytest.raises(UsageError, match="--dtype int4: one of float32, bfloat16"):
         export(source, tmp_path / "out", dtype="int4", bound=None)

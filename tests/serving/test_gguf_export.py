@@ -17,7 +17,7 @@ from art_cli.engines.proof import make_probe
 from art_cli.models import gguf_file
 from art_cli.models.base_source import find_base
 from art_cli.models.gguf_file import architecture_of
-from art_cli.runtime.errors import DriftError, RunError, UsageError
+from art_cli.runtime.errors import DriftError, UsageError
 from art_cli.serving.gguf_export import BOUNDS, export, export_adapter, file_name, modelfile
 from art_cli.serving.served_model import Source
 from benchmarks.serving.gguf import WORDS, random_model
@@ -109,7 +109,7 @@ def test_weights_in_the_wrong_order_are_found_and_nothing_is_left(
 
 
 def test_what_is_there_is_kept_and_an_unknown_kind_named(bases: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="there is something already"):
+    with pytest.raises(UsageError, match="there is something already"):
         export(source_of(bases / "llama"), tmp_path, kind="f16", bound=None)
     with pytest.raises(UsageError, match="--gguf q5: one of f16, q8_0, q4_0"):
         export(source_of(bases / "llama"), tmp_path / "out", kind="q5", bound=None)
