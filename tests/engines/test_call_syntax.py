@@ -231,14 +231,17 @@ def test_marks_that_an_argument_quotes_are_its_text(family: str, parts: list[str
     assert [json.loads(call["arguments"]) for call in calls] == [{"to": value}] * num
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+DEEP = "[" * 64 + "]" * 64  # with the object around it deeper than a request may be, so it could not come back
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", DEEP])
 @pytest.mark.parametrize("family", sorted(set(QUOTES) - {"xml", "glm"}))
-def test_a_number_that_is_not_json_makes_no_call(family: str, number: str) -> None:
+def test_a_value_that_no_client_could_send_back_makes_no_call(family: str, number: str) -> None:
     message = parse(QUOTES[family].replace("VALUE", number), [], syntax=TEXTS[family][0])
     assert message["tool_calls"] == [] and number in (message["content"] or "")
 
 
-@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", '"\\ud800"', "[NaN]"])
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", '"\\ud800"', "[NaN]", DEEP])
 @pytest.mark.parametrize("family", PLAIN)
 def test_a_value_that_is_not_json_stays_text(family: str, value: str) -> None:
     schemas = {"move": {"properties": {"to": {"type": "number"}}}}

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from art_cli.runs.json_lines import HALF_PAIRS
+from art_cli.runtime.processes.plain_json import MAX_CHAT_DEPTH, is_deep
 
 Json = dict[str, Any]
 Schemas = Mapping[str, Json]  # a tool's name -> the JSON Schema of its parameters
@@ -118,7 +119,12 @@ def _json_call(text: str) -> Json | None:
         return None
     if HALF_PAIRS.search(name):  # half a surrogate pair, as "\ud800", could be neither sent nor recorded
         return None
-    return call_of(name, arguments)
+    return None if _is_deep(json.loads(arguments)) else call_of(name, arguments)
+
+
+def _is_deep(arguments: Json | list[Any]) -> bool:
+    """Returns True for arguments that would be refused when a client sends them back."""
+    return is_deep(arguments, MAX_CHAT_DEPTH)
 
 
 def read_object(text: str) -> dict[str, str] | None:
@@ -166,11 +172,11 @@ def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
     calls, offset = [], 0
     while found := _ARGUMENTS.match(body, offset):
         try:
-            _, end = _DECODER.raw_decode(body, found.end())
+            value, end = _DECODER.raw_decode(body, found.end())
         except (ValueError, RecursionError):
             return None
         arguments = body[found.end() : end]
-        if not arguments.startswith("{"):
+        if not isinstance(value, dict) or _is_deep(value):
             return None
         calls.append({**call_of(found[1], arguments), "id": mistral_id(found[2])})
         rest = body[end:].lstrip(SPACE)
@@ -236,7 +242,7 @@ def _typed(text: str, schema: Any) -> Any:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # 1e999 and half a surrogate pair are not JSON
     except (ValueError, RecursionError):
         return text
-    return value
+    return text if _is_deep([value]) else value
 
 
 def _may_be_text(schema: Any) -> bool:

@@ -58,6 +58,7 @@ def read_call(call: Any, known: Collection[str]) -> Json | str:
         return f"there is no tool {call.function.name!r}, but: {', '.join(sorted(known)) or 'none'}"
     try:
         arguments = json.loads(call.function.arguments or "{}")
+        json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()  # as a server could be sent them
     except (ValueError, RecursionError) as error:
         return f"the arguments are not JSON: {error}"
     return arguments if isinstance(arguments, dict) else "the arguments are not a JSON object"

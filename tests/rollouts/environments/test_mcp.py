@@ -42,15 +42,16 @@ async def test_the_servers_tools_are_called_until_the_policy_answers(tmp_path: P
     broken = tool_call("add")
     broken["tool_calls"][0]["function"]["arguments"] = "{"
     calls = [tool_call("add", a=17, b=25), broken, tool_call("add", a="x"), tool_call("sub"), tool_call("fail")]
+    calls += [tool_call("add", a="\ud800", b=1), tool_call("add", a=float("nan"), b=1)]
     stage = Stage(tmp_path, scripted(*calls, tool_call("count"), "It is 42.", tool_call("count"), "It is 421."))
     task = {"task": "What is 17 + 25?", "answer": "42"}
     right, wrong = await played(stage, task, task)
     assert (right.error, right.returned_reward) == (None, 1.0)
-    assert right.metrics.items() >= {"tool_calls": 6, "tool_errors": 4, "solved": 1.0}.items()
+    assert right.metrics.items() >= {"tool_calls": 8, "tool_errors": 6, "solved": 1.0}.items()
     told = [str(message["content"]) for message in right.messages if message["role"] == "tool"]
-    assert [each.splitlines() for each in (told[0], told[5])] == [["42", UNSEEN], ["1", UNSEEN]]
+    assert [each.splitlines() for each in (told[0], told[7])] == [["42", UNSEEN], ["1", UNSEEN]]
     assert "not JSON" in told[1] and "add" in told[2] and "there is no tool 'sub'" in told[3]
-    assert "it is broken" in told[4]
+    assert "it is broken" in told[4] and all("not JSON" in each for each in told[5:7])
     assert [tool["function"]["name"] for tool in right.tools] == ["add", "count", "fail", "end"]
     assert right.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
     assert (wrong.returned_reward, str(wrong.messages[2]["content"]).splitlines()[0]) == (0.0, "1")
