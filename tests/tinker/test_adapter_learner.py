@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -223,3 +224,14 @@ def test_shares_are_factors_of_each_tokens_loss() -> None:
     learner = AdapterLearner(tiny_weights(), TorchLearnerConfig())
     whole, half = (learner.run([each], "cispo", {}, backward=False).loss for each in (datum, halved))
     assert half == pytest.approx(whole / 2, rel=1e-6)
+
+
+def test_a_datum_without_a_mask_is_the_same_beside_one_that_has_a_mask() -> None:
+    """In one pack and in a pack of its own: its ratio is over the tokens with an advantage."""
+    names, losses = ["logprobs", "advantages"], []
+    masked, plain = (only(datum, names) for datum in make_data()[:2])
+    masked = replace(masked, numbers={**masked.numbers, "sequence_ratio_mask": np.ones(masked.targets.shape)})
+    for tokens in (1, 1000):
+        learner = AdapterLearner(tiny_weights(), TorchLearnerConfig(micro_batch_tokens=tokens))
+        losses.append(learner.run([masked, plain], "gspo", {"clip_high_threshold": 9.0}, backward=True).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -235,6 +235,8 @@ class AdapterLearner:
     def _of_datum(datum: Datum, name: str, loss: TokenLoss, settings: Mapping[str, float]) -> Floats:
         if name in datum.numbers:
             return datum.numbers_of(name)
+        if name == "sequence_ratio_mask":
+            return np.not_equal(datum.numbers_of("advantages"), 0).astype(np.float64)
         return np.full(datum.num_terms, _setting(name, loss, settings) if name in loss.takes else 1.0)
 
     @contextlib.contextmanager
