@@ -77,12 +77,14 @@ def stop_ids(tokenizer: Any, *configs: Any) -> list[int]:
 
 
 def eos_ids(*owners: Any) -> set[int]:
-    """Returns the end-of-text tokens named by tokenizers and configurations."""
-    found: set[int] = set()
+    """Returns the end-of-text tokens named by tokenizers and configurations. Raises UsageError for other values."""
+    found: list[int] = []
     for owner in owners:
         ids = getattr(owner, "eos_token_id", None)
-        found.update([] if ids is None else ids if isinstance(ids, list) else [ids])
-    return found
+        found += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if wrong := [id for id in found if type(id) is not int]:
+        raise UsageError(f"the model's files: eos_token_id is {wrong[0]!r:.80}, not a token id; restore them")
+    return set(found)
 
 
 def _turn_end(tokenizer: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from art_cli.config.schema import LoraConfig
 from art_cli.models.adapters import with_adapter
 from art_cli.models.device import grow_segments
 from art_cli.models.saved_weights import load_checkpoint, save_weights
+from art_cli.models.tokenizer import eos_ids
 from art_cli.models.weights import Weights
-from art_cli.runtime.errors import CheckpointError
+from art_cli.runtime.errors import CheckpointError, UsageError
 from tests.support.models.tiny import tiny_weights
 
 
@@ -78,3 +80,9 @@ def test_a_gpu_whose_blocks_cannot_grow_keeps_blocks_of_fixed_size(monkeypatch: 
         monkeypatch.delenv(each, raising=False)
     grow_segments(torch.device("cuda"))
     assert asked == ["expandable_segments:True", "expandable_segments:False"]
+
+
+@pytest.mark.parametrize("id", ["x", [1, [2]], 1.5])
+def test_an_end_of_text_that_is_no_token_id_is_refused_in_words(id: object) -> None:
+    with pytest.raises(UsageError, match="eos_token_id is .*, not a token id"):
+        eos_ids(SimpleNamespace(eos_token_id=7), SimpleNamespace(eos_token_id=id))
