@@ -59,7 +59,7 @@ ROWS = ROOT / "benchmarks" / "results" / "reach.jsonl"
 SHAPE = SHAPES["demo"]
 DEADLINE_S = 6 * 3600.0  # longest time for one run
 EVERY = 64  # attempts between two evaluations
-TRL_BATCH = 16  # attempts in one forward pass of TRL's training
+TRL_BATCH = 8  # attempts in one forward pass of TRL's training; 16 of 400 tokens fill 12 GB
 SMALL = 16  # attempts of a step by default
 WINDOW = 64  # attempts over which a reward is averaged
 LARGE = ("rollout.group_size=8", "rollout.groups_per_step=8")
