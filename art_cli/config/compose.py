@@ -1,5 +1,6 @@
 """The loaders: a YAML file and `key=value` arguments become a checked RunConfig, or a ConfigError with all mistakes."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -224,8 +225,8 @@ def _in_reading_order(problem: Problem) -> tuple[bool, str, int, str]:
 
 
 def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> dict[str, Any]:
-    """Fills in what a file may omit: the run's name, variant names, empty sections."""
-    filled = dict(data)
+    """Fills in what a file may omit: the run's name, variant names, empty sections, the home directory."""
+    filled = {name: _expanded(value) for name, value in data.items()}
     for name, known in schema.model_fields.items():
         if filled.get(name, known) is None and known.default is not None and sections(known):
             del filled[name]  # the file has `train:` with nothing below it
@@ -238,6 +239,16 @@ def _with_defaults(data: dict[str, Any], schema: Schema, path: Path | None) -> d
     if path is not None and "name" in schema.model_fields:
         filled.setdefault("name", _default_name(path))
     return filled
+
+
+def _expanded(value: Any) -> Any:
+    """Replaces a leading `~` in paths, at any depth. Texts with spaces stay as they are."""
+    if isinstance(value, dict):
+        return {key: _expanded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_expanded(each) for each in value]
+    is_path = isinstance(value, str) and value.startswith("~/") and not re.search(r"\s", value)
+    return os.path.expanduser(value) if is_path else value
 
 
 def _own_variant(section: dict[str, Any], schema: Schema, group: str) -> str | None:

@@ -575,6 +575,15 @@ def test_paths_are_relative_to_the_file_wherever_art_is_started(here: Path) -> N
     assert loaded.config.model.chat_template == here / "my/deep/t.jinja"
 
 
+def test_a_leading_tilde_is_the_home_directory_wherever_a_path_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(
+        PLAIN.replace("scenarios: scenarios.jsonl", "scenarios: ~/tasks.jsonl") + "sft: {demos: ~/demos.jsonl}\n"
+    )
+    assert config.rollout.scenarios is not None and config.rollout.scenarios.source == "/home/me/tasks.jsonl"
+    assert config.sft is not None and config.sft.demos == "/home/me/demos.jsonl"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["a b", "it's", "a=b,c", "a[1]", "ünï", "50%", "${x}"])
 def test_a_directory_may_be_called_anything(folder: str) -> None:
