@@ -17,8 +17,8 @@ ArtError                      1    a failure that the user can fix; a single lin
   CheckpointError             1    runs, models, learners, tinker, engines, loop, serving: no valid or suitable
                                    checkpoint
     UncertainCheckpoint       1    runs: a checkpoint that may be intact, for example from a newer art
-  RunError                    1    runs, loop, cli, judges, models, reports, serving: a run or output is locked, or
-                                   belongs to a different configuration
+  RunError                    1    runs, loop, cli, judges, models, reports: a run or output is locked, or belongs to
+                                   a different configuration
   GateError                   1    cli, loop: a measured value misses its gate
   DeliveryError               1    formats: a trace receiver does not accept traces
   StorageError                1    runs: an object store is unreachable, refuses, or is late

@@ -31,7 +31,6 @@ from art_cli.config.schema import (
     TrainConfig,
 )
 from art_cli.learners import LearnerSetup
-from art_cli.learners.optimizer import EntropyState
 from art_cli.learners.packs.packing import PACK_COST, pack_samples
 from art_cli.learners.packs.ranks import deal, pack_evenly
 from art_cli.learners.processes import workers as workers_module
@@ -139,7 +138,6 @@ def _played(base: Path, seed: int) -> list[list[ScoredTrajectory]]:
 def started(base: Path, directory: Path, *, lora: bool = True) -> Path:
     """A checkpoint whose adapter is not the fresh one, which changes nothing and has no gradient for A."""
     learner = alone(job(base, lora=lora))
-    learner.optimizer.counts.entropy = EntropyState(0.1, True)  # matters where the loss has a floor
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in learner.parameters.items():

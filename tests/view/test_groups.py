@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from art_cli.runs.outcome import MAX_NUMBER
 from art_cli.runs.trajectory import Json
 from art_cli.view.group_rows import Query, build_tree, find_groups, histogram
 from art_cli.view.index import Index, IndexedStep
 from tests.support.records.attempts import attempt, scored
 
-REWARDS = st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 0.5, 1.0]), max_size=60)
+REWARDS = st.lists(st.floats(-MAX_NUMBER, MAX_NUMBER) | st.sampled_from([0.0, 0.5, 1.0]), max_size=60)
 
 
 def step_of(path: Path, records: list[object]) -> IndexedStep:
