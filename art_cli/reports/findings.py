@@ -51,6 +51,7 @@ THAW = (
     "attempts (art sft --best-of)"
 )
 MORE_GROUPS = "more groups (rollout.groups_per_step) for a less noisy step"
+BROADER = "a fresh run (--fresh) with 16 groups a step (rollout.groups_per_step), or a warm-up (art sft --best-of)"
 SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
 EXPLORE = "a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher rollout.sampling.temperature"
 UNSETTLE = (
@@ -565,7 +566,8 @@ def _frozen(updates: Window, others: Sequence[RunFinding], *, is_comparable: boo
         f"{_span(silent)} had signal, because all its attempts got the same reward, and the entropy is "
         f"{entropies[-1]:.2g} nats{_reward(silent)}"
     )
-    yield RunFinding("frozen", begin, end, text + (f"; stuck: {lowest}" if lowest else ""), [], THAW)
+    cure = BROADER if is_compared else THAW
+    yield RunFinding("frozen", begin, end, text + (f"; stuck: {lowest}" if lowest else ""), [], cure)
 
 
 def _silent_share(update: UpdateNumbers) -> float | None:
