@@ -2,12 +2,16 @@
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from art_cli.config.schema import ModelConfig
 from art_cli.models.base_files import read_template
 from art_cli.models.base_source import hide_progress_bars, loading
 from art_cli.runtime.errors import UsageError, one_line
+from art_cli.runtime.threads import start_in_thread
+
+TEMPLATE_S = 20.0  # longest rendering of a chat of two messages
 
 
 def load_tokenizer(base: str) -> Any:
@@ -88,12 +92,19 @@ def eos_ids(*owners: Any) -> set[int]:
 
 
 def _turn_end(tokenizer: Any) -> list[int]:
-    """Returns the control tokens that the chat template writes behind a reply; empty if it rejects a short chat."""
+    """Returns the control tokens that the chat template writes behind a reply; empty if it rejects a short chat.
+
+    Raises UsageError if the template does not end: it may come from a stranger.
+    """
     reply = "fourteen"
     talk = [{"role": "user", "content": "7 + 7"}, {"role": "assistant", "content": reply}]
     try:
-        _, is_there, end = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(reply)
+        rendered = start_in_thread(partial(tokenizer.apply_chat_template, talk, tokenize=False)).result(TEMPLATE_S)
+        _, is_there, end = rendered.rpartition(reply)
         ids = tokenizer(end, add_special_tokens=False).input_ids if is_there else []
+    except TimeoutError:
+        message = f"the model's chat template did not end within {TEMPLATE_S:g} s for a chat of two messages"
+        raise UsageError(f"{message}; model.chat_template takes another one") from None
     except Exception:  # the boundary to the model's own template; base model tokenizers have none
         return []
     added = tokenizer.added_tokens_decoder

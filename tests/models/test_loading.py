@@ -11,7 +11,7 @@ from art_cli.config.schema import LoraConfig
 from art_cli.models.adapters import with_adapter
 from art_cli.models.device import grow_segments
 from art_cli.models.saved_weights import load_checkpoint, save_weights
-from art_cli.models.tokenizer import eos_ids
+from art_cli.models.tokenizer import eos_ids, stop_ids
 from art_cli.models.weights import Weights
 from art_cli.runtime.errors import CheckpointError, UsageError
 from tests.support.models.tiny import tiny_weights
@@ -80,6 +80,14 @@ def test_a_gpu_whose_blocks_cannot_grow_keeps_blocks_of_fixed_size(monkeypatch: 
         monkeypatch.delenv(each, raising=False)
     grow_segments(torch.device("cuda"))
     assert asked == ["expandable_segments:True", "expandable_segments:False"]
+
+
+def test_a_chat_template_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_weights().tokenizer
+    tokenizer.chat_template = "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr("art_cli.models.tokenizer.TEMPLATE_S", 0.05)
+    with pytest.raises(UsageError, match="did not end within 0.05 s"):
+        stop_ids(tokenizer)
 
 
 @pytest.mark.parametrize("id", ["x", [1, [2]], 1.5])
