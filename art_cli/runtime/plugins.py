@@ -1,7 +1,8 @@
 """Resolves plug-in strings: `file.py:attr` in the config's directory, or `package.module:attr` from the environment.
 
 Only this module turns configuration strings into objects. A file is loaded once under a unique module name. Its
-directory is importable, so rollouts can import neighboring files.
+directory is importable, so rollouts can import neighboring files. Two files of different directories may each import
+their own `tools`; an import within a function finds the one that was loaded last.
 """
 
 import importlib
@@ -9,7 +10,6 @@ import importlib.util
 import sys
 import threading
 import traceback
-from collections import defaultdict
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,8 @@ from typing import Any
 
 from art_cli.runtime.errors import UsageError, message_of
 
-_loading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)  # per module: a single thread runs the file
+_loading = threading.RLock()  # a single thread runs files
+_directories: set[Path] = set()  # of the files loaded so far
 
 
 def resolve(entry: str, *, base: Path) -> Any:
@@ -39,7 +40,7 @@ def _load_file(path: Path, entry: str) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{entry}: no such file: {path}")
     name = f"art_plugin_{path.stem}_{abs(hash(str(path))):x}"
-    with _loading[name]:  # other threads wait until the file has run
+    with _loading:  # other threads wait until the file has run
         return sys.modules.get(name) or _run_file(path, name, entry)
 
 
@@ -48,14 +49,26 @@ def _run_file(path: Path, name: str, entry: str) -> ModuleType:
     assert spec and spec.loader, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # set before running, because dataclasses and pickle look up the module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _put_first(path.parent)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UsageError(f"{entry}: {_where(error, path)}: {type(error).__name__}: {message_of(error)}") from error
     return module
+
+
+def _put_first(directory: Path) -> None:
+    """Makes the directory's modules importable, and forgets modules of the same names from other files' directories."""
+    sys.path[:] = [str(directory), *(each for each in sys.path if each != str(directory))]
+    names = {each.stem for each in directory.iterdir() if each.suffix in ("", ".py")} - {"__main__"}
+    for name, module in list(sys.modules.items()):
+        top, file = name.partition(".")[0], Path(getattr(module, "__file__", None) or "")
+        if top not in names or "site-packages" in file.parts or not any(map(file.is_relative_to, _directories)):
+            continue
+        if file != directory / f"{top}.py" and not file.is_relative_to(directory / top):
+            del sys.modules[name]
+    _directories.add(directory)
 
 
 def _import(module_name: str, entry: str, base: Path) -> ModuleType:

@@ -36,3 +36,17 @@ def test_a_misspelt_name_is_told_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def rollout(): ...\n")
     with pytest.raises(UsageError, match="mine.py has no 'rolout'; did you mean 'rollout'"):
         resolve("mine.py:rolout", base=tmp_path)
+
+
+def test_files_of_two_directories_import_their_own_neighbours(tmp_path: Path) -> None:
+    for name in ("desk", "desk/mail", "shop"):
+        (tmp_path / name / "parts").mkdir(parents=True)
+        (tmp_path / name / "namesake.py").write_text(f"NAME = {name!r}")
+        (tmp_path / name / "parts" / "__init__.py").write_text("")
+        (tmp_path / name / "parts" / "inner.py").write_text(f"NAME = {name!r}")
+        (tmp_path / name / "rollout.py").write_text("import namesake\nfrom parts import inner\nimport json\n")
+    kept = resolve("desk/rollout.py:json", base=tmp_path)
+    for name in ("desk", "desk/mail", "shop", "desk"):
+        for module in ("namesake", "inner"):
+            assert name == resolve(f"{name}/rollout.py:{module}", base=tmp_path).NAME
+    assert resolve("shop/rollout.py:json", base=tmp_path) is kept
