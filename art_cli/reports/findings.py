@@ -51,7 +51,10 @@ THAW = (
     "attempts (art sft --best-of)"
 )
 MORE_GROUPS = "more groups (rollout.groups_per_step) for a less noisy step"
-BROADER = "a fresh run (--fresh) with 16 groups a step (rollout.groups_per_step), or a warm-up (art sft --best-of)"
+BROADER = (
+    "a fresh run (--fresh) with more and smaller groups (rollout.groups_per_step=8 rollout.group_size=2), or a warm-up "
+    "on the best attempts (art sft --best-of)"
+)
 SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
 EXPLORE = "a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher rollout.sampling.temperature"
 UNSETTLE = (
