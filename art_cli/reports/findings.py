@@ -51,9 +51,9 @@ THAW = (
     "attempts (art sft --best-of)"
 )
 MORE_GROUPS = "more groups (rollout.groups_per_step) for a less noisy step"
-BROADER = (
-    "a fresh run (--fresh) with more and smaller groups (rollout.groups_per_step=8 rollout.group_size=2), or a warm-up "
-    "on the best attempts (art sft --best-of)"
+REFINE = (
+    "a fresh run (--fresh) with loss.scale_advantages=true, if rewards in a group differ little, or a warm-up on the "
+    "best attempts (art sft --best-of)"
 )
 SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
 EXPLORE = "a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher rollout.sampling.temperature"
@@ -569,7 +569,7 @@ def _frozen(updates: Window, others: Sequence[RunFinding], *, is_comparable: boo
         f"{_span(silent)} had signal, because all its attempts got the same reward, and the entropy is "
         f"{entropies[-1]:.2g} nats{_reward(silent)}"
     )
-    cure = BROADER if is_compared else THAW
+    cure = REFINE if is_compared else THAW
     yield RunFinding("frozen", begin, end, text + (f"; stuck: {lowest}" if lowest else ""), [], cure)
 
 
