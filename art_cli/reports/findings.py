@@ -5,7 +5,8 @@ training_fell     the latest training reward is below the best earlier training 
 no_signal         most groups in several steps have equal rewards
 entropy_collapse  the policy became certain while the reward did not improve
 hardly_moves      several updates hardly change any logprob, despite signal
-frozen            recent groups have no signal, the policy is certain, and the reward is not at its maximum
+frozen            recent groups have no signal, the policy is certain or no longer improves, and the reward is not at
+                  its maximum
 settled           all attempts at some scenarios sample the same tokens, for less than other attempts earn
 stuck             reward and entropy did not change for long: no spread, or a noisy reward
 failures          many rollouts fail in several steps
@@ -547,8 +548,9 @@ def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding
 
 
 def _frozen(updates: Window, others: Sequence[RunFinding], *, is_comparable: bool) -> Iterator[RunFinding]:
-    """Yields the latest steps if their groups lack signal, and either entropy is nearly 0, or the groups were compared
-    with each other, as in any order of scenarios, and the reward did not rise.
+    """Yields the latest steps if no group had signal and entropy is nearly 0, as in a short run.
+
+    Of steps that compared groups with each other, the reward decides instead: it must not have risen.
     """
     silent = list(takewhile(lambda update: update.get("no_signal_share") == 1.0, reversed(updates)))[::-1]
     entropies = [update.metrics["entropy"] for update in updates if "entropy" in update.metrics]
