@@ -605,11 +605,13 @@ def _collapsed(first: Window, window: Window) -> list[bool]:
 
 
 def _rests(first: Window, window: Window, *, is_comparable: bool) -> list[bool]:
-    """Marks the whole window if there is signal and a full learning rate, but hardly any change."""
+    """Marks the whole window if there is signal, a full rate and no update past the bound, but hardly any change."""
     change, rate = _mean(window, "logprob_change"), _mean(window, "learning_rate")
     rates = [update.metrics["learning_rate"] for update in [*first, *window] if "learning_rate" in update.metrics]
     is_full = bool(rates) and rate >= max(rates) / 2  # neither warm-up nor decay
-    is_excused = _mean(window, "no_signal_share") >= NO_SIGNAL or (is_comparable and not _stands_still(first, window))
+    is_bounded = _mean(window, "update_share") < 1  # a larger rate would only be drawn back further
+    rises = is_comparable and not _stands_still(first, window)
+    is_excused = is_bounded or rises or _mean(window, "no_signal_share") >= NO_SIGNAL
     return [change < MOVES and is_full and not is_excused] * len(window)
 
 

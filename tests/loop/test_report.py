@@ -286,7 +286,7 @@ def test_a_run_that_learns_is_not_accused_of_becoming_sure(rewards: list[float])
 
 
 def test_a_policy_that_hardly_moves_is_found_while_there_is_signal() -> None:
-    """Not without signal, with a decayed learning rate, or with a rising reward.
+    """Not without signal, with a decayed learning rate, with a rising reward, or where train.max_kl stops updates.
 
     The rewards come from SmolLM2-135M with an adapter at 1e-5.
     """
@@ -302,6 +302,7 @@ def test_a_policy_that_hardly_moves_is_found_while_there_is_signal() -> None:
         {"no_signal_share": [1.0] * num, "reward_mean": [1.0] * num},
         {"learning_rate": [1e-4, 1e-4, *[1e-5] * 6], "logprob_change": [FAST, FAST, *[SLOW] * 6]},
         {"reward_mean": [0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9], "logprob_change": [*[FAST] * 5, *[SLOW] * 3]},
+        {"update_share": [0.15, 1.0] * (num // 2)},
     ):
         assert kinds(find(History(_updates(**plain | others), []))) == [], others
 
