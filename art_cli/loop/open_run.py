@@ -76,6 +76,10 @@ class Run:
     def config(self) -> RunConfig:
         return self.loaded.config
 
+    @property
+    def is_on_policy(self) -> bool:
+        return self.config.train.max_staleness == 0
+
     def steps_left(self) -> range:
         return range(self.first, self.config.train.steps)
 

@@ -101,16 +101,13 @@ async def take_groups(run: Run, step: int) -> Batch:
 
 
 async def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Runs the learner's step and returns its metrics. On-policy, the engine sleeps during the update."""
-    is_on_policy = run.config.train.max_staleness == 0
-    if is_on_policy:
+    """Runs the learner's step and returns its metrics. On-policy, the engine sleeps from here until `publish`."""
+    if run.is_on_policy:
         await run.sampler.engine.sleep()
     with logs.shown_bar(f"step {step + 1}/{run.config.train.steps}: packs") as progress:
         trained = await run.interrupts.off_loop(run.learner.step, batch.groups, progress=progress)
     if run.config.train.record_learned:  # before the checkpoint, so every finished step has the file
         await run.interrupts.off_loop(run.learner.write_learned, run.files.learned_path(step))
-    if is_on_policy:
-        await run.sampler.engine.wake()
     if trained.num_updates == 0:
         _warn_of_no_update(run, batch, step)
     # the batch's reward means exclude refilled groups
@@ -118,11 +115,13 @@ async def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
 
 
 async def publish(run: Run, step: int, metrics: dict[str, float]) -> None:
-    """Saves the learner's weights as `step`, loads them into the engine, and records the step's metrics.
+    """Saves the learner's weights as `step`, wakes the engine, loads them there, and records the step's metrics.
 
     Raises DriftError if engine and learner disagree, and Paused if a stop rule fires.
     """
     checkpoint = await run.writer.save(step, metrics)
+    if run.is_on_policy:  # not earlier, because the learner scores the checkpoint's probe
+        await run.sampler.engine.wake()
     proven = await run.sampler.load(checkpoint, step)
     assert proven is not None or not run.config.learner.trains_weights, "it was just written, with its proof"
     metrics = metrics if proven is None else metrics | proven.numbers

@@ -86,6 +86,35 @@ def test_an_engine_from_a_file_beside_the_configuration_trains(project: Path, st
     assert {turn.step for t in run.trajectories(1) for turn in t.turns} <= ({1} if staleness == 0 else {0, 1})
 
 
+NOTING = """
+import json
+from pathlib import Path
+import mine
+
+class Noting(mine.PlainEngine):
+    def note(self, name):
+        saved = sorted(path.name for path in Path(self.setup.logs).parent.glob("checkpoints/step_*"))
+        with open(Path(__file__).with_name("noted"), "a") as file:
+            file.write(f"{name} {saved[-1]}\\n")
+    async def sleep(self):
+        self.note("sleep")
+    async def wake(self):
+        self.note("wake")
+    async def load(self, checkpoint, step):
+        self.note("load")
+        await super().load(checkpoint, step)
+"""
+
+
+def test_an_engine_sleeps_until_the_learner_has_measured_and_saved_its_weights(project: Path) -> None:
+    """The learner scores the checkpoint's probe, which needs the memory that a wakened engine takes."""
+    (project / "noting.py").write_text(NOTING)
+    engine = "engine={entry: 'noting.py:Noting', options: {max_tokens: 2}}"
+    asyncio.run(train(load(project, engine, "train.steps=1", "eval=null")))
+    noted = (project / "noted").read_text().splitlines()
+    assert noted == ["load step_0000", "sleep step_0000", "wake step_0001", "load step_0001"]
+
+
 def test_an_engine_gets_plain_data_and_weights_only_where_it_asks(project: Path, tmp_path: Path) -> None:
     weights = tiny_weights()
     setting = {"name": "policy", "step": 3, "logs": tmp_path, "directory": project}
