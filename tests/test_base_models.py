@@ -8,14 +8,14 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
 from art_cli.config.compose import load_config
 from art_cli.config.config_identity import config_hash
 from art_cli.config.schema import ModelConfig
 from art_cli.loop.references import check_ready
-from art_cli.models.base_source import require_base
+from art_cli.models.base_source import loading, require_base
 from art_cli.models.builtin_models import TEMPLATE
 from art_cli.models.tokenizer import template_cure
 from art_cli.runtime.errors import ConfigError, UsageError
@@ -78,6 +78,22 @@ def test_a_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(
     assert ("not on the hub" in str(refusal.value)) == is_reached
     assert ("the hub could not be reached" in str(refusal.value)) != is_reached
     assert is_reached or "a directory works, and builtin:tiny" in str(refusal.value)
+
+
+def test_a_model_that_only_known_users_get_names_the_way_to_it() -> None:
+    """transformers raises its own error from the hub's, and its first line has no cure."""
+    with pytest.raises(UsageError) as refusal, loading("meta-llama/Llama-3.2-1B", None):
+        try:
+            raise GatedRepoError("401 Client Error", response=answer())
+        except GatedRepoError as error:
+            raise OSError("You are trying to access a gated repo.\nMake sure to have access to it at x") from error
+    said = str(refusal.value)
+    assert said.endswith(
+        "a gated repo. Ask for access at https://huggingface.co/meta-llama/Llama-3.2-1B, then set HF_TOKEN or run "
+        "`hf auth login`"
+    )
+    with pytest.raises(UsageError, match=r"a plain fault$"), loading("owner/name", None):
+        raise OSError("a plain fault")
 
 
 def test_the_builtin_template_is_the_same_on_every_machine(tmp_path: Path) -> None:

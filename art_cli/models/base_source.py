@@ -103,7 +103,20 @@ def loading(base: str, named: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         name = named or f"model.base: cannot load {base!r} (hub id, directory or file.py:function)"
-        raise UsageError(f"{name}{' cannot be loaded' if named else ''}: {one_line(error)}") from error
+        raise UsageError(
+            f"{name}{' cannot be loaded' if named else ''}: {one_line(error)}{_gate(error, base)}"
+        ) from error
+
+
+def _gate(error: BaseException, base: str) -> str:
+    """Returns how to get a model whose owner lets only known users have it; "" if the error is another."""
+    from huggingface_hub.errors import GatedRepoError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, GatedRepoError):
+        cause = cause.__cause__ or cause.__context__
+    page = f"https://huggingface.co/{base}"
+    return "" if cause is None else f" Ask for access at {page}, then set HF_TOKEN or run `hf auth login`"
 
 
 def hide_progress_bars() -> None:
