@@ -47,6 +47,22 @@ def pick_device(device: str, named: str = "learner.device") -> str:
     return device
 
 
+def fitting_device(num_bytes: float) -> str:
+    """Returns "auto", or "cpu" if torch's GPU has less free memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "auto"
+    free = 0
+    with suppress(RuntimeError):  # without memory for CUDA itself
+        torch.cuda.empty_cache()  # memory of earlier models counts as free
+        free = torch.cuda.mem_get_info()[0]
+    if free >= num_bytes:
+        return "auto"
+    log.info("computing on the CPU: %.1f GB needed, and %.1f GB free on the GPU", num_bytes / 1e9, free / 1e9)
+    return "cpu"
+
+
 def idle_gpu() -> str:
     """Returns why torch does not use this machine's NVIDIA GPU, with a cure; "" if it is used or missing."""
     import torch

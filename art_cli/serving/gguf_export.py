@@ -41,15 +41,17 @@ def export(source: Source, output: Path, *, kind: str, bound: float | None) -> E
     with new_directory(output, is_private=False) as directory:
         file = directory / f"{file_name(source.name)}-{kind}.gguf"
         merged = merge(policy)
-        gguf_file.write_model(file, merged.model, merged.tokenizer, kind=kind, name=source.name)
+        tokenizer = merged.tokenizer
+        gguf_file.write_model(file, merged.model, tokenizer, kind=kind, name=source.name)
+        del policy, merged  # a GPU may not hold the written model as well
         with scratch("gguf") as temporary:
             (temporary / "read").mkdir()
             gguf_base.convert(file, temporary / "read")
             read = merged_export.load_written(source, temporary / "read", "float32")
             most = BOUNDS[kind] if bound is None else bound
             exported = merged_export.compare(output, wanted, logprobs(read, prompts), most)
-            _check_tokenizer(merged.tokenizer, read.tokenizer, prompts)
-        (directory / "Modelfile").write_text(modelfile(f"FROM ./{file.name}", merged.tokenizer), encoding="utf-8")
+            _check_tokenizer(tokenizer, read.tokenizer, prompts)
+        (directory / "Modelfile").write_text(modelfile(f"FROM ./{file.name}", tokenizer), encoding="utf-8")
         merged_export.write_card(directory, source, exported, kind)
     return exported
 

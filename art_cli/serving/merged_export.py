@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,9 @@ from typing import NamedTuple
 from art_cli.chat.requests import Sampling
 from art_cli.engines.proof import make_probe
 from art_cli.models.adapters import merge, on_base
+from art_cli.models.device import fitting_device
 from art_cli.models.loading import load_weights
+from art_cli.models.run_memory import GIB, model_size
 from art_cli.models.saved_weights import save_merged
 from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.durable import new_directory
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
 MAX_PROMPTS = 32
 MAX_TOKENS = 1024  # maximum scored tokens per prompt
+WORK = 3 * GIB  # GPU memory besides weights: logits of MAX_TOKENS tokens, a merged matrix, CUDA's kernels (an estimate)
 
 
 def model_card(source: Source, *, evaluation: Mapping[str, float], checks: Mapping[str, object]) -> str:
@@ -86,9 +90,12 @@ def export(source: Source, output: Path, *, dtype: str, bound: float | None) -> 
         raise UsageError(f"--dtype {dtype}: one of {', '.join(BOUNDS)}")
     if output.exists():
         raise UsageError(f"{output}: there is something already; choose another name")
-    policy = load_source(source, "float32")
+    policy = load_source(source, dtype)
     prompts = prompts_for(source, policy)
-    wanted = logprobs(policy if dtype == "float32" else load_source(source, dtype), prompts)
+    wanted = logprobs(policy, prompts)
+    if dtype != "float32":
+        del policy  # a GPU may not hold both
+        policy = load_source(source, "float32")
     with new_directory(output, is_private=False) as directory:
         save_merged(merge(policy), directory, dtype)
         found = logprobs(load_written(source, directory, dtype), prompts)
@@ -135,9 +142,12 @@ def compare(output: Path, wanted: Sequence[list[float]], found: Sequence[list[fl
 
 
 def load_source(source: Source, dtype: str) -> Weights:
-    """Returns the policy on its unquantized base in this dtype."""
-    config = base_config(source).model_copy(update={"dtype": dtype, "quantize": None})
-    base = load_weights(config, source.base, named=source.named)
+    """Returns the policy on its unquantized base in this dtype, on the CPU if the GPU's free memory is too small."""
+    config, device = base_config(source).model_copy(update={"dtype": dtype, "quantize": None}), "auto"
+    with suppress(AttributeError, OSError, TypeError, ValueError):  # of unknown models; loading reports the error
+        size = model_size(source.base).weight_bytes(4 if dtype == "float32" else 2, is_4bit=False)
+        device = fitting_device(size + WORK)
+    base = load_weights(config, source.base, device=device, named=source.named)
     return base if source.adapter is None else on_base(base, source.adapter)
 
 

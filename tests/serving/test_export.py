@@ -4,8 +4,10 @@ import contextlib
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -20,8 +22,9 @@ from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import DriftError, UsageError
 from art_cli.serving import merged_export as module
-from art_cli.serving.merged_export import export, saved_prompts
+from art_cli.serving.merged_export import export, load_source, saved_prompts
 from art_cli.serving.served_model import Source, find_source
+from tests.support.models.tiny import tiny_weights
 from tests.support.servers.served import add_trajectories, make_run
 
 PROMPTS = [list(range(40, 90)), list(range(200, 100, -1)), [7, 7, 7, 250, 9]]
@@ -78,20 +81,44 @@ def test_a_template_that_only_the_adapter_has_is_enough(run: RunDir, tmp_path: P
 
 @pytest.mark.slow
 def test_the_dtype_is_what_is_written(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy is loaded in float32, once in that dtype for all prompts, and as it was written."""
-    loaded: list[str] = []
+    """The policy is loaded once in that dtype for all prompts, in float32, and as it was written: never more weights at
+    once than in float32."""
+    loaded: list[tuple[str, int]] = []  # dtype, and number of models in memory
+    models: list[weakref.ref[Any]] = []
     load = module.load_source
 
     def watched(source: Source, dtype: str) -> Weights:
-        loaded.append(dtype)
-        return load(source, dtype)
+        loaded.append((dtype, sum(model() is not None for model in models)))
+        weights = load(source, dtype)
+        models.append(weakref.ref(weights.inner_model.get_input_embeddings().weight))
+        return weights
 
     monkeypatch.setattr(module, "load_source", watched)
     exported = export(find_source(str(run.root)), tmp_path / "out", dtype="bfloat16", bound=None)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert loaded == ["float32", "bfloat16", "bfloat16"]
+    assert loaded == [("bfloat16", 0), ("float32", 0), ("bfloat16", 1)]
     assert 1e-6 < exported.max_gap < 0.5
+
+
+@pytest.mark.parametrize(("free", "device"), [(1e3, "cpu"), (1e12, "cuda")])
+def test_weights_that_the_gpu_does_not_hold_are_loaded_on_the_cpu(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, free: float, device: str
+) -> None:
+    """In float32 a model takes twice the memory of its training in bfloat16, four times that of its base in 4 bits."""
+    made = tiny_weights(lora_rank=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1e12))
+    taken: list[str] = []
+
+    def load(*args: object, device: str, **knobs: object) -> Weights:
+        taken.append({"auto": "cuda"}.get(device, device))
+        return made
+
+    monkeypatch.setattr(module, "load_weights", load)
+    load_source(find_source(str(run.root))._replace(adapter=None), "float32")
+    assert taken == [device]
 
 
 def test_weights_that_are_not_the_policy_are_not_exported(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from art_cli.engines.proof import make_probe
 from art_cli.models import gguf_file
 from art_cli.models.base_source import find_base
 from art_cli.models.gguf_file import architecture_of
+from art_cli.models.weights import Weights
 from art_cli.runtime.errors import DriftError, UsageError
+from art_cli.serving import gguf_export, merged_export
 from art_cli.serving.gguf_export import BOUNDS, export, export_adapter, file_name, modelfile
 from art_cli.serving.served_model import Source
 from benchmarks.serving.gguf import WORDS, random_model
@@ -96,6 +99,27 @@ def test_an_adapter_is_merged_and_greedy_text_is_the_policys(bases: Path, adapte
     with policy.disable_adapter():
         assert greedy(policy, ids, 24) != wanted  # the adapter matters
     assert greedy(model, ids, 24) == wanted
+
+
+def test_the_policy_is_gone_when_the_file_is_read_back(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that holds one of them in float32 may not hold two."""
+    policies: list[weakref.ref[Any]] = []
+    load, read_back = gguf_export.load_source, merged_export.load_written
+
+    def watched(source: Source, dtype: str) -> Weights:
+        policy = load(source, dtype)
+        policies.append(weakref.ref(policy.model.get_input_embeddings().weight))
+        return policy
+
+    def checked(*args: Any) -> Weights:
+        assert [policy() for policy in policies] == [None]
+        return read_back(*args)
+
+    monkeypatch.setattr(gguf_export, "load_source", watched)
+    monkeypatch.setattr(merged_export, "load_written", checked)
+    export(source_of(bases / "qwen3"), tmp_path / "out", kind="f16", bound=None)
 
 
 def test_weights_in_the_wrong_order_are_found_and_nothing_is_left(
