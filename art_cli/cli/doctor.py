@@ -134,11 +134,11 @@ def _prove_train() -> str:
     torch = import_module("torch")
     import_module("peft")
     assert import_module("transformers").AutoModelForCausalLM
+    if problem := import_module("art_cli.models.device").idle_gpu():
+        raise RuntimeError(problem)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ones = torch.ones(4, 4, device=device)
     assert float((ones @ ones).sum()) == 64.0, "4 x 4 ones times 4 x 4 ones is not 64 in sum"
-    if problem := import_module("art_cli.models.device").idle_gpu():
-        raise RuntimeError(problem)
     if device == "cpu":
         return f"; no GPU, {torch.get_num_threads()} threads"
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]

@@ -26,13 +26,11 @@ def pick_device(device: str, named: str = "learner.device") -> str:
     """
     import torch
 
-    if device == "auto":
-        if torch.cuda.is_available():
-            return "cuda"
-        if problem := idle_gpu():
-            raise UsageError(f"{problem}; or set {named}=cpu, or CUDA_VISIBLE_DEVICES= for the CPU")
-        return "cpu"
     kind, _, index = device.partition(":")
+    if kind in ("auto", "cuda") and (problem := idle_gpu(int(index or 0))):
+        raise UsageError(f"{problem}; or set {named}=cpu, or CUDA_VISIBLE_DEVICES= for the CPU")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         if kind == "cuda":
             is_there = int(index or 0) < torch.cuda.device_count()  # counting allocates no GPU memory
@@ -63,11 +61,16 @@ def fitting_device(num_bytes: float) -> str:
     return "cpu"
 
 
-def idle_gpu() -> str:
+def idle_gpu(index: int = 0) -> str:
     """Returns why torch does not use this machine's NVIDIA GPU, with a cure; "" if it is used or missing."""
     import torch
 
-    if torch.cuda.is_available() or not gpus.has_nvidia(os.environ):
+    if torch.cuda.is_available():
+        with suppress(AssertionError, RuntimeError):  # of an unknown index, or a GPU that fails; its use reports them
+            name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+            return gpus.unknown_gpu(torch.__version__, name, capability, torch.cuda.get_arch_list())
+        return ""
+    if not gpus.has_nvidia(os.environ):
         return ""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

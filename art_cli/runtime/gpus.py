@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PROBE_TIMEOUT_S = 20.0  # timeout for nvidia-smi or another Python
@@ -63,6 +63,21 @@ def idle_gpu(torch: str, cuda: str | None, reason: str, driver: str) -> str:
             "or a torch for an older CUDA"
         )
     return f"{here} with CUDA {cuda} does not use it: {said}; {cure}"
+
+
+def unknown_gpu(torch: str, name: str, capability: tuple[int, int], kernels: Sequence[str]) -> str:
+    """Explains why torch has no kernels for a GPU, with a fix; "" if it has some. Every kernel would fail.
+
+    `kernels` is the wheel's list: machine code runs on its own generation of GPUs, intermediate code on later ones too.
+    Example: unknown_gpu("2.13.0", "Tesla V100-SXM2-16GB", (7, 0), ["sm_75", "sm_80", "compute_120"])
+    """
+    own = 10 * capability[0] + capability[1]
+    numbers = [(kind, int(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(kernels))]
+    if not numbers or any(n <= own and (kind == "compute" or n // 10 == own // 10) for kind, n in numbers):
+        return ""
+    cure = "an older CUDA (https://pytorch.org/get-started/locally)" if own < numbers[0][1] else "a newer CUDA"
+    generation = f"compute capability {capability[0]}.{capability[1]}"
+    return f"torch {torch} has no kernels for this machine's {name} ({generation}): install a torch for {cure}"
 
 
 def compiler_problem(python: Path | None, environment: Mapping[str, str]) -> str:

@@ -66,6 +66,46 @@ def test_auto_is_not_the_cpu_where_a_gpu_is_idle(shown: Path, monkeypatch: pytes
     assert pick_device("auto") == "cpu"
 
 
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_120"]  # as of torch 2.13 for CUDA 13
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "cure"),
+    [
+        ((7, 0), WHEEL, "an older CUDA"),  # V100
+        ((6, 1), WHEEL, "an older CUDA"),  # GTX 1080
+        ((7, 5), WHEEL, ""),
+        ((8, 7), WHEEL, ""),
+        ((8, 9), WHEEL, ""),
+        ((12, 1), WHEEL, ""),
+        ((13, 0), WHEEL, ""),  # compiled from the intermediate code
+        ((12, 0), WHEEL[:4], "a newer CUDA"),
+        ((7, 0), [], ""),
+        ((9, 0), ["gfx90a", "gfx942"], ""),  # AMD's
+    ],
+)
+def test_a_gpu_that_the_wheel_has_no_kernels_for_has_a_cure(
+    capability: tuple[int, int], kernels: list[str], cure: str
+) -> None:
+    said = gpus.unknown_gpu("2.13.0", "Tesla V100-SXM2-16GB", capability, kernels)
+    assert bool(said) == bool(cure) and cure in said
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+def test_such_a_gpu_is_not_picked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in {
+        "is_available": True,
+        "get_device_name": "Tesla V100-SXM2-16GB",
+        "get_device_capability": (7, 0),
+        "get_arch_list": WHEEL,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *index, found=found: found)
+    with pytest.raises(UsageError, match=r"no kernels for .*V100.* 7\.0\).*or set learner\.device=cpu"):
+        pick_device(device)
+    train = doctor._check_extra("train", *doctor.EXTRAS["train"])
+    assert train.state == "broken" and "no kernels for" in train.message
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch uses the GPU here")
 def test_doctor_calls_an_idle_gpu_broken(shown: Path) -> None:
     train = doctor._check_extra("train", *doctor.EXTRAS["train"])
