@@ -293,6 +293,17 @@ def test_the_share_follows_what_is_free_with_a_learner_and_without(
     assert owned._free_share() == share
 
 
+def test_a_gpu_with_nothing_left_is_an_error_that_says_so(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CacheConfig refuses the share 0 as a number, without a word of the GPU."""
+    monkeypatch.setattr(arguments, "has_gpu", lambda inherited: True)
+    monkeypatch.setattr(arguments, "free_share", lambda python, num, environment: 0.0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    model = msgspec.structs.replace(MODEL, learner_device="cuda")
+    owned = server.OwnServer(fake.config(), model, name="policy", log=fake.logs / "vllm.log")
+    with pytest.raises(EngineError, match="no memory left beside the learner"):
+        owned._free_share()
+
+
 def test_the_users_share_wins_and_a_cpu_has_none() -> None:
     def given(has_gpu: bool, **args: JsonValue) -> list[str]:
         config = VllmEngineConfig(name="vllm", args=args)

@@ -165,7 +165,7 @@ class OwnServer:
         raise EngineError(f"vllm: {MAX_PORTS} ports in a row were taken by others while it started; see {self.log}")
 
     def _free_share(self) -> float:
-        """Returns vLLM's GPU memory share: all that the learner and other programs leave free."""
+        """Returns vLLM's GPU memory share: all that the learner and other programs leave free. Raises EngineError."""
         config, model = self._config, self._model
         found = arguments.free_share(self._python, arguments.num_gpus(config), {**child_environment(), **config.env})
         if found is None:
@@ -175,6 +175,8 @@ class OwnServer:
             found = max(found, LEAST_SHARE)
         elif not self.sleep_level:
             found = min(found, BESIDE_SHARE)
+        if not found:  # vLLM's own error is about the number 0
+            raise EngineError("vllm: the GPU has no memory left beside the learner; nvidia-smi names who holds it")
         log.info("vllm: gpu-memory-utilization %.3f, of what is free on the GPU", found)
         return found
 
