@@ -37,9 +37,9 @@ class RewardResult(NamedTuple):
 
 
 def check_output(output: Path) -> None:
-    """Raises UsageError if `output` exists and is not a reward model of `art reward`."""
-    if os.path.lexists(output) and not (output / REPORT).is_file():
-        raise UsageError(f"{output}: not a judge of art reward, so it is not replaced; name another directory with -o")
+    """Raises UsageError if there is something at `output`."""
+    if os.path.lexists(output):
+        raise UsageError(f"{output}: there is something already; name another directory with -o")
 
 
 def base_settings(files: Sequence[Path], base: str | None, settings: Sequence[str]) -> list[str]:

@@ -85,13 +85,20 @@ async def test_it_learns_planted_preferences_and_the_loaded_judge_scores_alike(
     assert score.model_returned is not None and score.model_returned.startswith("own@")
 
 
-def test_a_missed_gate_fails_and_another_directory_is_not_replaced(tmp_path: Path, base: str) -> None:
+def test_a_missed_gate_fails_and_no_directory_is_replaced(
+    tmp_path: Path, base: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even an earlier judge, which took a while to train."""
     write_lines(tmp_path / "scored.jsonl", planted(4))
     words = ["reward", tmp_path / "scored.jsonl", "--base", base, "reward.epochs=1"]
     assert art(*words, "-o", tmp_path / "own", "--gate", "agreement>=1.01") == 1
     assert (tmp_path / "own" / "reward.json").is_file()
-    assert art(*words, "-o", tmp_path) == art(*words, "-o", tmp_path / "x", "--gate", "present>=0.9") == 2
-    assert not (tmp_path / "x").exists()
+    before = (tmp_path / "own" / "reward.json").stat()
+    capsys.readouterr()
+    assert art(*words, "-o", tmp_path / "own") == art(*words, "-o", tmp_path) == 2
+    assert f"{tmp_path}/own: there is something already; name another directory with -o" in capsys.readouterr().err
+    assert (tmp_path / "own" / "reward.json").stat() == before
+    assert art(*words, "-o", tmp_path / "x", "--gate", "present>=0.9") == 2 and not (tmp_path / "x").exists()
 
 
 def test_the_gradient_is_the_same_in_one_pack_and_in_many(tmp_path: Path) -> None:
@@ -275,6 +282,7 @@ def test_a_file_that_is_measured_is_not_trained_on(
     result = json.loads(capsys.readouterr().out)
     assert result["groups"] == {"trained": 3, "agreement": 1, "present": 2}
     assert [*result["present"]] == [str(last)] and str(last) not in result["data"]
+    words[3] = tmp_path / "another"
     assert art(*words, tmp_path) == 2 and "the only data" in capsys.readouterr().err
 
 
