@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from art_cli.runs.run_checkpoints import superseded
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.served import SERVED_FILE
 from art_cli.runs.storage.object_store import ObjectStore, Stored, is_safe
+from art_cli.runtime.scratch import scratch
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ GROWING_S = 15.0  # minimum seconds between uploads of a growing file
 LOGS_S = 120.0  # minimum for logs, which resuming does not need
 UPLOAD_SHARE = 0.05  # maximum share of time spent on uploading one growing file
 MAX_MANIFEST_BYTES = 16 * 2**20
-NOT_KEPT = re.compile(r"(.*[./])?lock")  # files that lock a directory
+DATABASE = ".sqlite"  # such a file is copied together with its log, "x.sqlite-wal"
+NOT_KEPT = re.compile(r"(.*[./])?lock|.*\.sqlite-(wal|shm|journal)")  # files that lock a directory, and these logs
 GATEWAY = "gateway"  # directory of `art gateway`
 CHECKPOINTS = "checkpoints"
 
@@ -81,6 +84,7 @@ class Uploads:
         for name, _, state in self._files():
             # Files in directories grow or never change, so equal size means equal content, except in a night's reports.
             is_rewritten = "/" not in name or (name.startswith("nights/") and name.endswith(".json"))
+            is_rewritten |= name.endswith(DATABASE)
             if not is_rewritten and name in there and there[name].size == state.size:
                 self._sent[name] = _Sent(state, 0.0, 0.0)
         for step in steps_of(there):
@@ -138,8 +142,8 @@ class Uploads:
                         path = Path(place, name)
                         status = path.lstat()
                         if path.is_file() and not path.is_symlink():
-                            state = _State(status.st_size, status.st_mtime_ns, status.st_ino)
-                            yield _File(prefix + name, path, state)
+                            changed = max(status.st_mtime_ns, _log_changed(path))
+                            yield _File(prefix + name, path, _State(status.st_size, changed, status.st_ino))
 
     def _changed(self) -> list[_File]:
         """Returns files whose current content is not yet uploaded, ordered by step."""
@@ -155,7 +159,8 @@ class Uploads:
     def _send_file(self, file: _File) -> None:
         begin = time.monotonic()
         try:
-            self.store.upload(file.name, file.path, file.state.size)
+            with _at_rest(file.path) as path:
+                self.store.upload(file.name, path, file.state.size)
         except FileNotFoundError:  # the file was removed meanwhile
             return
         self.num_bytes += file.state.size
@@ -226,6 +231,35 @@ class Uploads:
         self.store.delete(sorted(doomed, key=lambda name: not name.endswith(f"/{MANIFEST}")))
         for step in unwanted:
             del self._whole[step]
+
+
+def _log_changed(path: Path) -> int:
+    """Returns when an SQLite database's log was written last, in nanoseconds; 0 without entries."""
+    if path.suffix == DATABASE:
+        with contextlib.suppress(OSError):
+            status = path.with_name(f"{path.name}-wal").stat()
+            return status.st_mtime_ns if status.st_size else 0
+    return 0
+
+
+@contextlib.contextmanager
+def _at_rest(path: Path) -> Iterator[Path]:
+    """Yields a whole copy of an SQLite database, which `art gateway` may be writing. Other files are yielded as is."""
+    if path.suffix != DATABASE or not path.exists():
+        yield path
+        return
+    with scratch("upload") as directory:
+        copy = directory / path.name
+        try:
+            with (
+                contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
+                contextlib.closing(sqlite3.connect(copy)) as target,
+            ):
+                source.backup(target)
+        except sqlite3.Error as error:  # such as a file that is no database
+            log.debug("%s: uploaded as it is: %s", path, error)
+            copy = path
+        yield copy
 
 
 def steps_of(there: Mapping[str, Stored]) -> list[int]:

@@ -16,6 +16,7 @@ from art_cli.runs.served import Served, write_served
 from art_cli.runs.storage.fetch import restore
 from art_cli.runs.storage.object_store import ObjectStore
 from art_cli.runs.storage.uploads import Uploads, steps_of
+from art_cli.serving.gateway.reply_index import Answered, ReplyIndex
 from tests.support.records.kept_runs import add_step, content, made
 from tests.support.standins.fragile_store import FragileFileSystem, Killed, dies_at
 
@@ -169,6 +170,38 @@ def test_what_a_file_gained_goes_up_and_what_did_not_change_does_not(tmp_path: P
     ]
     again = uploads_of(run, store)
     assert [name for name in again.owed() if "/" in name] == []
+
+
+def test_a_database_goes_up_as_one_whole_file_while_a_gateway_writes_it(tmp_path: Path, address: str) -> None:
+    """The gateway keeps its connection open, so the newest replies are in the log alone. A file that is no database
+    goes up as it is."""
+    run, store = made(tmp_path / "mine", 1), ObjectStore(f"{address}/mine")
+    path = run.root / "gateway" / "replies.sqlite"
+    path.parent.mkdir()
+    path.with_name("other.sqlite").write_bytes(b"no database")
+    index = ReplyIndex(path)
+    uploads = uploads_of(run, store)
+    for number in range(2):
+        index.add({("client", f"reply {number}"): Answered(f"conversation {number}")})
+        send_all(uploads)
+    send_all(uploads_of(run, store))
+    assert sorted(name for name in store.objects() if name.startswith("gateway/")) == [
+        "gateway/other.sqlite", "gateway/replies.sqlite"
+    ]  # fmt: skip
+    store.write("gateway/replies.sqlite-wal", b"of an older art")
+    restored = tmp_path / "restored"
+    assert resumed(store, restored) == 1
+    assert not (restored / "gateway" / "replies.sqlite-wal").exists()
+    assert (restored / "gateway" / "other.sqlite").read_bytes() == b"no database"
+    copy = ReplyIndex(restored / "gateway" / "replies.sqlite")
+    assert [copy.find("client", f"reply {number}") for number in range(2)] == [
+        Answered("conversation 0"), Answered("conversation 1")
+    ]  # fmt: skip
+    copy.close()
+    index.close()
+    closed = uploads_of(run, store)
+    send_all(closed)
+    assert closed.owed() == []
 
 
 def test_a_night_goes_up_with_its_report_and_served_json_last_and_without_locks(tmp_path: Path, address: str) -> None:
