@@ -304,7 +304,7 @@ def refused_fields(request: Request, refused: Set[str], status: int, answer: byt
     if status not in (400, 422) or not is_refused or (not param and _TOOLS.search(message)):
         return frozenset()
     body = openai_body(request, "", refused, is_stream=request.is_stream)
-    optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", variables}
+    optional = {"max_tokens", "logprobs", "return_token_ids", "stream_options", "parallel_tool_calls", variables}
     optional |= _sampling(request.sampling).keys()
     optional = (optional & body.keys()) - (_asked_for(request) - {"max_tokens"})
     return frozenset(n for n in optional if (n == param if param else re.search(_NAMED.replace("%s", n), message)))
@@ -331,6 +331,7 @@ def _question(request: Request) -> Json:
     question: Json = {"messages": request.messages}
     if request.tools:
         question |= {"tools": request.tools, "tool_choice": request.tool_choice}
+        question |= {} if request.calls_in_parallel else {"parallel_tool_calls": False}
     if request.response_format is not None:
         question["response_format"] = request.response_format
     thinking = {} if request.thinks is None else {"enable_thinking": request.thinks}

@@ -103,6 +103,33 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     assert parse(text) == {"role": "assistant", "content": text}
 
 
+def test_a_client_that_wants_one_call_gets_the_first() -> None:
+    text = f"so {CALL}{CALL.replace('move', 'look')} and {CALL}"
+    assert [each["function"]["name"] for each in parse(text)["tool_calls"]] == ["move", "look", "move"]
+    first = parse(text, has_one_call=True)
+    assert [each["function"]["name"] for each in first["tool_calls"]] == ["move"]
+    question: list[Json] = [{"role": "user", "content": "go"}]
+    assert render(VOCABULARY, request(question, tools=TOOLS, calls_in_parallel=False)).has_one_call
+    assert not render(VOCABULARY, request(question, tools=TOOLS)).has_one_call
+
+
+def test_a_template_that_takes_one_call_names_the_setting() -> None:
+    """As Llama's does."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.tool_calls and message.tool_calls | length != 1 %}"
+        "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}{% endfor %}"
+    )
+    calls = [{"id": str(n), "type": "function", "function": {"name": "move", "arguments": "{}"}} for n in range(2)]
+    for num in (2, 1):
+        asked = request([{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": calls[:num]}])
+        if num == 1:
+            render(Vocabulary(tokenizer), asked)
+            continue
+        with pytest.raises(ChatError, match="single tool-calls at once!; with parallel_tool_calls=false"):
+            render(Vocabulary(tokenizer), asked)
+
+
 def test_a_call_without_its_end_counts_when_its_json_is_whole() -> None:
     assert parse('<tool_call>\n{"name": "look", "arguments": {}}')["tool_calls"] == [call("look", "{}")]
 

@@ -46,6 +46,7 @@ class Prompt:
     format: Format | None = None  # the reply's grammar; None when the reply is free
     syntax: CallSyntax = HERMES  # the model's call syntax
     schemas: Schemas = field(default_factory=dict)
+    has_one_call: bool = False  # whether calls behind the reply's first one are dropped, as in vLLM
     is_guarded: bool = False  # whether the tokenizer alone would have turned client text into control tokens
 
 
@@ -73,7 +74,8 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
     can_call = syntax.can_be_forced or request.tool_choice != "auto"
     format = reply_format(vocabulary, request, tools if can_call else [], thoughts)
     begun = THINK if thoughts == "begun" else guard.restored(opening)
-    return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools), is_guarded)
+    has_one = not request.calls_in_parallel
+    return Prompt(ids, begun, bool(tools), has_thinking, format, syntax, schemas_of(tools), has_one, is_guarded)
 
 
 def is_short(request: Request) -> bool:
@@ -224,7 +226,7 @@ class MessageParser:
     """
 
     def __init__(self, prompt: Prompt) -> None:
-        self._has_tools = prompt.has_tools
+        self._has_tools, self._has_one_call = prompt.has_tools, prompt.has_one_call
         self._is_held = prompt.format is not None  # a reply with a grammar contains calls only if it starts with one
         self._syntax, self._schemas = prompt.syntax, prompt.schemas
         self._held = prompt.opening  # text that cannot be classified yet
@@ -350,6 +352,7 @@ class MessageParser:
 
     def _call(self, calls: list[Json]) -> list[Json]:
         first = len(self.calls)
+        calls = calls[: max(0, 1 - first)] if self._has_one_call else calls
         self.calls += calls
         return [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls, first)]
 

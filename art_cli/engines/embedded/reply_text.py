@@ -87,6 +87,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is an arbitrary program and can fail in any way
             summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            if any(len(message.get("tool_calls") or ()) > 1 for message in messages):  # Llama's takes one
+                summary += "; with parallel_tool_calls=false (disable_parallel_tool_use) a reply has one call at most"
             raise invalid(f"messages: the chat template refused them: {summary}", "messages") from error
 
     def _check(self, source: str, variables: Json) -> None:
