@@ -79,6 +79,24 @@ async def asked(credentials: str) -> str:
     return heads[0]
 
 
+@pytest.mark.parametrize("status", ["200 OK", "502 Bad Gateway"])
+async def test_a_page_in_place_of_an_answer_names_the_key_of_the_address(status: str) -> None:
+    """As a proxy answers that asks for a login."""
+    page = b"<html><title>Please log in</title></html>"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(page)}\r\nConnection: close\r\n\r\n".encode() + page)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        provider = HttpProvider(JudgeModelConfig(model="m", api_base=address), Secrets([]))
+        with pytest.raises(CallFailed, match=f"m at {address} answered {status[:3]}.*Please log in.*judge.base_url"):
+            await provider.ask([], None, timeout_s=5)
+        await provider.close()
+
+
 async def test_a_judge_that_redirects_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with the key nor without it: the other address may be one that only this machine reaches."""
     monkeypatch.setenv("ART_A", "sk-1")

@@ -30,6 +30,7 @@ FailureKind = Literal[
 ]
 
 MAX_MESSAGE = 300  # displayed characters of a provider's error text
+MAX_START = 100  # bytes of an answer that is no completion
 MAX_MODEL = 100  # characters of the model name in a reply
 MAX_ERROR = 64_000  # processed characters of a provider's error text
 MAX_ANSWER = 3_000_000  # characters of an answer; no verdict is longer

@@ -19,6 +19,7 @@ from art_cli.judges.providers import (
     MAX_BYTES,
     MAX_ERROR,
     MAX_MARKS,
+    MAX_START,
     Answer,
     CallFailed,
     Provider,
@@ -30,6 +31,7 @@ from art_cli.runs.trajectory import Json
 from art_cli.runtime.secrets import Secrets
 
 OPENAI = "https://api.openai.com/v1"
+ADDRESS = "check judge.base_url and OPENAI_BASE_URL"
 DEFAULT_KEY = "OPENAI_API_KEY"  # read by every OpenAI-compatible client
 
 
@@ -87,8 +89,9 @@ class HttpProvider(Provider):
         response = await self._post(body, timeout_s)
         if response.status != 200:
             text = response.body[:MAX_ERROR].decode(errors="replace")
+            cure = f"; {ADDRESS}" if text.lstrip().startswith("<") else ""  # HTML, perhaps of a proxy
             raise CallFailed(
-                f"{self.name} answered {response.status}: {self.shown(text)}",
+                f"{self.name} answered {response.status}: {self.shown(text)}{cure}",
                 classify(response.status, text),
                 retry_after_s=retry_after(response.headers, text),
             )
@@ -146,7 +149,9 @@ class HttpProvider(Provider):
             choice = body["choices"][0]
             text = self.read_text(choice["message"].get("content"))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CallFailed(f"{self.name} answered 200, but not with a completion", "retry") from error
+            start = self.shown(response.body[:MAX_START].decode(errors="replace"))
+            text = f"{self.name} answered 200, but not with a completion: {start}; {ADDRESS}"
+            raise CallFailed(text, "retry") from error
         reason = choice.get("finish_reason")
         return Answer(
             text=text,
