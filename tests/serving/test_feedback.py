@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
+import tracemalloc
 import uuid
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from art_cli.runs.trajectory import score_trajectory
 from art_cli.runtime.errors import DataError
 from art_cli.serving.gateway.client_names import name_clients
 from art_cli.serving.gateway.entries import CapturedCall, JournalEntry
-from art_cli.serving.gateway.feedback_service import new_id
+from art_cli.serving.gateway.feedback_service import FeedbackLog, new_id
 from art_cli.serving.gateway.journal import Journal
 from art_cli.serving.gateway.reply_index import Answered, ReplyIndex, episode_keys
 from tests.serving.test_capture import ANN, BOB, Standing, numbered, standing, written
@@ -52,6 +53,28 @@ async def rated(gateway: Standing, body: Json, **more: str) -> str:
 async def reply_id(gateway: Standing, *messages: str, **more: str) -> str:
     response = await gateway.ask(*(messages or ("how?",)), **more)
     return str(response.json()["id"])
+
+
+def test_an_entry_takes_little_memory(tmp_path: Path) -> None:
+    """All entries of the file are kept, without their values; 400 bytes each."""
+    path, num = tmp_path / "feedback.jsonl", 2000
+    text = "x" * 1000
+    entries = (
+        FeedbackEntry(
+            id=new_id(), at=1.0, client="key 2", conversation=uuid.uuid4().hex, reply=uuid.uuid4().hex,
+            metric="comment", value=text, tags={"user": "ann"},
+        )
+        for _ in range(num)
+    )  # fmt: skip
+    write_lines(path, entries)
+    with LineWriter(path) as writer:
+        tracemalloc.start()
+        try:
+            log = FeedbackLog(writer)
+            taken = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+    assert len(log._counts) == num and taken < 600 * num
 
 
 def lines(directory: Path) -> list[FeedbackEntry]:

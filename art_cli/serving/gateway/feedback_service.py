@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -68,7 +68,7 @@ class _ToolCall(msgspec.Struct, tag="tool_call", forbid_unknown_fields=True):
     id: str | None = None
 
 
-class _Entered(NamedTuple):
+class _Entered(msgspec.Struct, frozen=True, gc=False):
     id: str
     content: bytes  # digest of target, value and tags
 
@@ -79,9 +79,10 @@ class FeedbackLog:
     def __init__(self, writer: LineWriter) -> None:
         """Reads the file. Raises DataError for a line that is not an entry."""
         self._writer, self._shared = writer, SharedSync(writer)
-        self._counts: dict[Target, _Entered] = {}  # the entry that counts
+        # A target is one text here, because the file may have a million lines and all of them are in memory.
+        self._counts: dict[str, _Entered] = {}  # target -> the entry that counts
         self._by_key: dict[str, _Entered] = {}  # digest of an Idempotency-Key -> its entry
-        self._targets: dict[tuple[str, str], Target] = {}  # (client, id) -> the entry's target
+        self._targets: dict[str, dict[str, str]] = {}  # client -> id -> the entry's target
         for entry in read_lines(writer.path, FeedbackEntry):
             self._note(entry)
 
@@ -91,7 +92,7 @@ class FeedbackLog:
         before = self._by_key.get(entry.key)
         if before is not None and before.content != content:
             raise invalid(f"{KEY_HEADER}: another body came with it; take a new one")
-        counting = before or self._counts.get(entry.target)
+        counting = before or self._counts.get(_text_of(entry.target))
         if counting is not None and counting.content == content:
             if before is not None or not entry.key:
                 await self._shared.sync()  # the first one may still be on its way to the disk
@@ -105,11 +106,11 @@ class FeedbackLog:
 
     async def withdraw(self, client: str, id: str) -> None:
         """Withdraws an entry if it still counts. Raises ChatError 404 for an id that the client was not given."""
-        target = self._targets.get((client, id))
+        target = self._targets.get(client, {}).get(id)
         if target is None:
             raise ChatError(404, "no feedback of yours has this id")
         if self._counts[target].id == id:
-            conversation, reply, metric = target
+            conversation, reply, metric = msgspec.json.decode(target, type=Target)
             entry = FeedbackEntry(
                 id=new_id(), at=time.time(), client=client, conversation=conversation, reply=reply, metric=metric
             )
@@ -124,9 +125,9 @@ class FeedbackLog:
         self._note(entry)
 
     def _note(self, entry: FeedbackEntry) -> None:
-        entered = _Entered(entry.id, _content(entry))
-        self._counts[entry.target] = entered
-        self._targets[entry.client, entry.id] = entry.target
+        entered, target = _Entered(entry.id, _content(entry)), _text_of(entry.target)
+        self._counts[target] = entered
+        self._targets.setdefault(entry.client, {})[entry.id] = target
         if entry.key:
             self._by_key[entry.key] = entered
 
@@ -287,6 +288,10 @@ def new_id() -> str:
     bits = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
     bits = bits & ~(0xF << 76) | 0x7 << 76
     return str(uuid.UUID(int=bits & ~(0b11 << 62) | 0b10 << 62))
+
+
+def _text_of(target: Target) -> str:
+    return msgspec.json.encode(target).decode()
 
 
 def _content(entry: FeedbackEntry) -> bytes:
