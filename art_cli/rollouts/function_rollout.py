@@ -192,6 +192,11 @@ async def _await(value: Awaitable[Any]) -> Any:
 def _check_signature(function: object, entry: str) -> None:
     if not callable(function):
         raise RolloutError(f"{entry}: not a function but {type(function).__name__}")
+    if inspect.isclass(function):
+        raise RolloutError(
+            f"{entry}: a class; write `async def rollout(policy, scenario)`, or if its objects have such a __call__, "
+            f"`rollout = {function.__name__}()` below the class, and name that in rollout.entry"
+        )
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:

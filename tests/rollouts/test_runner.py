@@ -145,6 +145,8 @@ async def test_a_return_value_of_a_wrong_type_stops_the_run(stage: Stage, value:
     [
         ("def rollout(policy): ...", RolloutError, "must take (policy, scenario)"),
         ("rollout = 5", RolloutError, "not a function but int"),
+        ("class rollout:\n    async def __call__(self, policy, scenario): ...", RolloutError, "`rollout = rollout()`"),
+        ("class rollout:\n    def __init__(self, policy, scenario): ...", RolloutError, "a class; write `async def"),
         ("def rolout(policy, scenario): ...", UsageError, "did you mean 'rolout'"),
         ("import nothing_there\ndef rollout(p, s): ...", UsageError, "rollout.py:1: ModuleNotFoundError"),
     ],
