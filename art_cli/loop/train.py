@@ -31,7 +31,7 @@ from art_cli.runs.run_checkpoints import prune_trained, run_config
 from art_cli.runs.run_dir import PAUSE, Evaluation, RunDir
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime import log as logs
-from art_cli.runtime.errors import Paused, printable
+from art_cli.runtime.errors import LearnerError, Paused, printable
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,11 @@ async def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
     if run.is_on_policy:
         await run.sampler.engine.sleep()
     with logs.shown_bar(f"step {step + 1}/{run.config.train.steps}: packs") as progress:
-        trained = await run.interrupts.off_loop(run.learner.step, batch.groups, progress=progress)
+        try:
+            trained = await run.interrupts.off_loop(run.learner.step, batch.groups, progress=progress)
+        except LearnerError as error:
+            error.args = (f"step {step + 1}/{run.config.train.steps}: {error}; the same command tries the step again",)
+            raise
     if run.config.train.record_learned:  # before the checkpoint, so every finished step has the file
         await run.interrupts.off_loop(run.learner.write_learned, run.files.learned_path(step))
     if trained.num_updates == 0:

@@ -90,6 +90,22 @@ def test_its_gradient_is_its_own_formula(tmp_path: Path) -> None:
             torch.testing.assert_close(caught.gradient[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_names_the_step_and_the_run_goes_on_once_it_is(project: Path) -> None:
+    """The square root's slope at 0 is infinite, and 0 times infinity is not a number."""
+    power = f"0.5 if __import__('os').path.exists('{project / 'bad'}') else 2"
+    term = f"(terms.new - terms.new.detach()).abs().pow({power})"
+    (project / "mine.py").write_text(MINE.replace("* terms.new)", f"* terms.new + {term})"))
+    (project / "bad").touch()
+    with pytest.raises(
+        LearnerError, match=r"^step 1/4: trajectory .*: its gradient is not finite; no weight was"
+    ) as no:
+        run(project)
+    assert "lower train.learning_rate" in str(no.value) and "the same command tries the step again" in str(no.value)
+    (project / "bad").unlink()
+    assert run(project).checkpoint_steps()[-1] == 4
+
+
 def problems(project: Path, *overrides: str) -> Sequence[str]:
     with pytest.raises(ConfigError) as caught:
         check_ready(load_config(project / "config.yaml", list(overrides)), ("algorithm",))

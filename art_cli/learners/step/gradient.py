@@ -26,6 +26,11 @@ from art_cli.learners.step.step_samples import count
 from art_cli.learners.step.step_statistics import StepStatistics
 from art_cli.runtime.errors import LearnerError
 
+CAUSES = (
+    "no weight was changed. Likely causes: earlier steps moved the weights too far (go back with art checkpoints "
+    "--fork, and lower train.learning_rate), that attempt's logprobs, or the formula of an own algorithm"
+)
+
 
 class Update(NamedTuple):
     """One upcoming optimizer step: packs, counts, and the packs' logprobs under the sampling weights."""
@@ -197,7 +202,7 @@ class LossGradient:
     def blame(self, update: Update, optimizer: Optimizer) -> str:
         """Returns a message naming the sample whose gradient is not finite, by running every sample alone."""
         if self.runner.ranks.size > 1:
-            return "the gradient of the step is not finite; no weight was changed. learner.processes=1 names the sample"
+            return f"the step's gradient is not finite; {CAUSES}. learner.processes=1 names the attempt"
         for pack, before in zip(update.packs, update.before, strict=True):
             for index, sample in enumerate(pack.samples):
                 own = None if before is None else before[self._tensor(pack.terms.samples) == index]
@@ -207,7 +212,7 @@ class LossGradient:
                 optimizer.clear()
                 if not math.isfinite(norm):
                     return _not_finite("gradient", sample)
-        return "the gradient of the step is not finite, though each sample's alone is; no weight was changed"
+        return f"the step's gradient is not finite, though each attempt's alone is; {CAUSES}"
 
     def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:
         """Returns [4, samples] the factor for a sample's tokens in each component's mean; 0 where the sample has no
@@ -230,7 +235,4 @@ class LossGradient:
 
 
 def _not_finite(what: str, sample: Sample) -> str:
-    return (
-        f"trajectory {sample.trajectory_id}, turn {sample.turn}: its {what} is not finite; no weight was changed. "
-        "Lower train.learning_rate, or look at that trajectory's logprobs"
-    )
+    return f"trajectory {sample.trajectory_id}, turn {sample.turn}: its {what} is not finite; {CAUSES}"
