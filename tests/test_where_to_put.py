@@ -57,6 +57,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_no_number_is_float64_on_the_learners_device() -> None:
+    """MPS has no float64, so tensors are copied to the CPU first, and arrays become float32 first."""
+    for path in [*(ROOT / "art_cli" / "learners").rglob("*.py"), *(ROOT / "art_cli" / "tinker").rglob("*.py")]:
+        wrong = re.findall(r".*(?<!\.cpu\(\))\.double\(\).*|.*device\)\.float\(\).*", path.read_text())
+        assert not wrong, (path, wrong)
+
+
 def art(copy: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, "-m", "art_cli", *map(str, arguments)]

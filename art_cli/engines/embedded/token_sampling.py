@@ -86,6 +86,8 @@ def draw(logits: Tensor, knobs: Knobs, allowed: Allowed | None = None, reshaped:
     Tokens are drawn from `reshaped`, the logits after biases and penalties, if given. The grammar is applied next.
     Logprobs are still computed without the grammar, because the learner computes and changes logprobs without it.
     """
+    if logits.device.type == "mps":  # it has no float64
+        logits, reshaped = logits.cpu(), None if reshaped is None else reshaped.cpu()
     raw = logits.logsumexp(-1)
     if not raw.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")

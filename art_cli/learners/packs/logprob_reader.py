@@ -76,7 +76,7 @@ class Reader:
 
         @torch.no_grad()
         def read_pack(pack: Pack) -> Floats:
-            return choose(self.runner.run(pack)).double().cpu().numpy()
+            return choose(self.runner.run(pack)).cpu().double().numpy()
 
         places = {id(sample): index for index, sample in enumerate(samples)}
         found: dict[int, Floats] = {}

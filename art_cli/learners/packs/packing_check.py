@@ -157,7 +157,7 @@ def _measure(runner: PackRunner, packs: Sequence[Pack]) -> _Numbers:
                     terms.sum().backward()  # type: ignore[no-untyped-call]
                 of_samples = torch.from_numpy(pack.terms.samples)
                 for index, sample in enumerate(pack.samples):
-                    logprobs[id(sample)] = terms.detach().double().cpu()[of_samples == index]
+                    logprobs[id(sample)] = terms.detach().cpu().double()[of_samples == index]
         return _Numbers(logprobs, _copy_gradient(parameters, runner.ranks))
     finally:
         for parameter in parameters.values():

@@ -63,7 +63,7 @@ class TorchSft(Sft):
         runner, sums = self.gradient.runner, np.zeros(2)
         for pack in runner.deal(samples):
             edges = torch.from_numpy(pack.terms.edges).to(runner.weights.device)
-            logprobs = runner.run(pack).logprobs[edges].double()
+            logprobs = runner.run(pack).logprobs[edges].cpu().double()
             sums += -float(logprobs.sum()), len(logprobs)
             self._report()
         total, num_tokens = np.sum(runner.ranks.gather(sums, Floats), axis=0)

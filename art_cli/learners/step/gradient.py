@@ -161,8 +161,8 @@ class LossGradient:
         scores = self.runner.run(pack)
         new = scores.logprobs[edges]
         before = new.detach() if before is None else before
-        engine = self._tensor(pack.terms.logprobs).float()
-        samples, weights = self._tensor(pack.terms.samples), self._tensor(pack.terms.weights).float()
+        engine = self._tensor(pack.terms.logprobs)
+        samples, weights = self._tensor(pack.terms.samples), self._tensor(pack.terms.weights)
         sampled = SampledTerms(new.detach(), before, engine, weights[Row.POLICY], samples)
         terms = LossTerms(
             new=new,
@@ -171,7 +171,7 @@ class LossGradient:
             old=torch.where(engine.isnan(), before, engine) if self._is_to_engine else before,
             samples=samples,
             weights=weights,
-            shares=self._tensor(self._shares(pack.samples, update.counts)[:, pack.terms.samples]).float(),
+            shares=self._tensor(self._shares(pack.samples, update.counts)[:, pack.terms.samples]),
             importance=None if self.correction is None else self.correction(sampled),
             reference=reference,
             values=None if scores.values is None else scores.values[edges],
@@ -192,8 +192,8 @@ class LossGradient:
             assert of_pack is not None
             is_policy = self._tensor(mask_of(pack.terms.weights, Row.POLICY))
             present = self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)] if now is None else now[index]
-            # float64, because float32 rounding exceeds a KL below 1e-7
-            values = binary_kl(of_pack.double(), present.double())[is_policy]
+            # float64, because float32 rounding exceeds a KL below 1e-7; on the CPU, because MPS has none
+            values = binary_kl(*(each[is_policy].cpu().double() for each in (of_pack, present)))
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
             heartbeat()
         total, num_tokens = np.sum(self.runner.ranks.gather(sums, Floats), axis=0)
@@ -231,7 +231,9 @@ class LossGradient:
         return shares
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.runner.weights.device)
+        """Returns the array on the learner's device, numbers as float32, because MPS has no float64."""
+        tensor = torch.from_numpy(array)
+        return (tensor.float() if tensor.is_floating_point() else tensor).to(self.runner.weights.device)
 
 
 def _not_finite(what: str, sample: Sample) -> str:

@@ -36,7 +36,7 @@ class _Mean(msgspec.Struct):
 
     def add(self, values: "Tensor | Floats") -> None:
         if len(values):
-            self.sum += float(values.sum() if isinstance(values, np.ndarray) else values.double().sum())
+            self.sum += float(values.sum() if isinstance(values, np.ndarray) else values.cpu().double().sum())
             self.count += len(values)
             largest = float(values.max())
             self.max = largest if math.isnan(self.max) else max(self.max, largest)
@@ -158,9 +158,7 @@ def logprob_gaps(scores: "TokenScores", terms: "Terms") -> "Tensor":
     """
     import torch
 
-    device = scores.logprobs.device
-    edges = torch.from_numpy(terms.edges).to(device)
-    engine, raw = (torch.from_numpy(array).to(device) for array in (terms.logprobs, terms.raw_logprobs))
-    learner = scores.logprobs.detach()[edges].double()
-    gaps = torch.where(engine.isnan(), raw - scores.raw_logprobs[edges], engine - learner).abs()
+    edges, engine, raw = map(torch.from_numpy, (terms.edges, terms.logprobs, terms.raw_logprobs))
+    learner, raw_learner = (each.detach().cpu().double()[edges] for each in (scores.logprobs, scores.raw_logprobs))
+    gaps = torch.where(engine.isnan(), raw - raw_learner, engine - learner).abs()
     return gaps[~gaps.isnan()]

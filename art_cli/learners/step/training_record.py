@@ -121,7 +121,7 @@ class StepRecord(msgspec.Struct):
 
 
 def _array(tensor: "Tensor") -> Floats:
-    array: Floats = tensor.detach().double().cpu().numpy()
+    array: Floats = tensor.detach().cpu().double().numpy()
     return array
 
 
