@@ -4,14 +4,16 @@ If one judge fails, the group stays owed, because a mean over the other judges w
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from art_cli.config.schema import RunConfig
 from art_cli.config.sections.judge_config import (
     BlendJudgeConfig,
     CascadeJudgeConfig,
     FeedbackJudgeConfig,
     NamedJudgeConfig,
+    NoJudgeConfig,
     RolloutJudgeConfig,
     RulerJudgeConfig,
 )
@@ -127,6 +129,13 @@ class BlendJudge(SeveralJudges):
     def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
         known = [each for judge in self.judges.values() if (each := judge.estimate(group)) is not None]
         return sum(known, CostEstimate()) if known else None
+
+
+def single_judges(config: RunConfig) -> Iterator[NamedJudgeConfig | NoJudgeConfig]:
+    """Yields the configuration of each judge of a run, also of those within a judge, and of shadow judges."""
+    yield from (each.judge for each in config.shadow.values())
+    for judge in (part.judge for part in config.by_source.values()):
+        yield from named_judges(judge).values() if isinstance(judge, AnySeveral) else (judge,)
 
 
 def named_judges(config: AnySeveral) -> dict[str, NamedJudgeConfig]:

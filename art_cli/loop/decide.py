@@ -14,28 +14,38 @@ Training calls `decide` once. Other commands call the functions they need.
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from art_cli.config.checks import ranks
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import EmbeddedEngineConfig, GrpoConfig, NoJudgeConfig, RunConfig, VllmEngineConfig
+from art_cli.config.schema import (
+    DistillConfig,
+    EmbeddedEngineConfig,
+    GrpoConfig,
+    NoJudgeConfig,
+    RewardModelJudgeConfig,
+    RunConfig,
+    VllmEngineConfig,
+)
 from art_cli.engines import EngineTraits, engine_traits
 from art_cli.engines.vllm.arguments import own_server, own_share
+from art_cli.judges.blend import single_judges
 from art_cli.learners.learning_rate import choose_rate
 from art_cli.loop.engine_choice import Machine, choose_engine, vllm_obstacle
 from art_cli.loop.gpu_fit import context, gpu_use
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import missing_targets
 from art_cli.loop.startup import Startup, import_libraries
-from art_cli.models.base_source import find_base
+from art_cli.models.base_source import find_base, find_on_hub
 from art_cli.models.loading import resolve_dtype
 from art_cli.models.model_shape import context_of, read_shape, width_of
-from art_cli.models.run_memory import GIB, ModelSize, checkpoint_from, size_of
+from art_cli.models.run_memory import GIB, ModelSize, checkpoint_from, model_bytes, size_of
+from art_cli.runs.run_checkpoints import base_of, find
 from art_cli.runs.run_dir import RunDir
-from art_cli.runtime.errors import ConfigError, Problem
+from art_cli.runtime.errors import ArtError, ConfigError, Problem
 
 log = logging.getLogger(__name__)
 
@@ -175,9 +185,9 @@ def _decide_memory(loaded: LoadedConfig, shape: Any, machine: Machine, *, is_beg
 
     vLLM gets a share only if it samples on the learner's GPU during updates. Memory in use counts as free memory.
     """
-    if (sized := read_sizes(loaded.config, shape, machine)) is None:
+    if (sized := read_sizes(loaded, shape, machine)) is None:
         return _with_checkpointing(loaded, False, "")
-    use = gpu_use(loaded.config, *sized, os.environ)
+    use = gpu_use(loaded.config, *sized)
     gpu = f"a GPU of {use.total / GIB:.1f} GiB"
     loaded = _with_checkpointing(
         loaded, checkpoint_from(use.total, use.learner), f"what a token keeps there, and {gpu}"
@@ -201,16 +211,52 @@ def _with_checkpointing(loaded: LoadedConfig, value: int, reason: str) -> Loaded
     return loaded.with_value(key, value, reason) if is_open else loaded
 
 
-def read_sizes(config: RunConfig, shape: Any, machine: Machine) -> tuple[ModelSize, float] | None:
-    """Returns the model's sizes and the GPU's bytes; None if there is no GPU or if the sizes are unknown.
+class Sizes(NamedTuple):
+    """The arguments of `gpu_use` that are read from models and the machine."""
 
-    `shape` is the model's transformers configuration.
+    model: ModelSize
+    total: float  # bytes of a GPU
+    inherited: Mapping[str, str]  # environment variables
+    others: float  # bytes of other models on the learner's GPU
+
+
+def read_sizes(loaded: LoadedConfig, shape: Any, machine: Machine) -> Sizes | None:
+    """Returns the sizes of the models and the GPU; None if there is no GPU or if the policy's size is unknown.
+
+    `shape` is the policy's transformers configuration.
     """
+    config = loaded.config
     device = "cuda" if own_server(config.engine) is not None else config.learner.device
     if not (total := machine.gpu_bytes(device)):
         return None
     try:
-        return size_of(shape), total
+        return Sizes(size_of(shape), total, os.environ, _other_bytes(config, loaded.directory))
     except (AttributeError, OSError, TypeError, ValueError) as error:  # boundary to transformers' configurations
         log.debug("%s: its sizes are not known: %s", config.model.base, error)
         return None
+
+
+def _other_bytes(config: RunConfig, directory: Path) -> float:
+    """Returns the bytes of a local teacher's weights, and of reward models as judges, on the learner's GPU.
+
+    A model whose size cannot be read counts as 0, because loading it reports the problem.
+    """
+    first = ("auto", "cuda", "cuda:0")
+    judges = [each for each in single_judges(config) if isinstance(each, RewardModelJudgeConfig)]
+    here = first if config.learner.device in first else (config.learner.device,)
+    models = {(each.model, True) for each in judges if each.device in here}
+    if isinstance(config.loss, DistillConfig) and config.loss.teacher.base_url is None:
+        models.add((config.loss.teacher.model, False))
+    num_bytes = 0.0
+    for name, is_judge in models:
+        try:
+            place = str(directory / name)
+            if not is_judge and (found := find(directory / name)) is not None:
+                place = base_of(found)
+            elif not (directory / name).is_dir():
+                find_on_hub(name, None)
+                place = name
+            num_bytes += model_bytes(place, is_judge=is_judge)
+        except (ArtError, AttributeError, OSError, TypeError, ValueError) as error:
+            log.debug("%s: its size is not known: %s", name, error)
+    return num_bytes

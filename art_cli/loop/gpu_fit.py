@@ -12,7 +12,16 @@ from pydantic import JsonValue
 
 from art_cli.config.schema import RunConfig
 from art_cli.engines.vllm.arguments import num_gpus, num_replicas, own_server, own_share, shares_gpu
-from art_cli.models.run_memory import GPU_TOKENS, ModelSize, RunMemory, cache_tokens, expected_share, misfit, run_memory
+from art_cli.models.run_memory import (
+    GIB,
+    GPU_TOKENS,
+    ModelSize,
+    RunMemory,
+    cache_tokens,
+    expected_share,
+    misfit,
+    run_memory,
+)
 
 STEP = 1024  # contexts are multiples of this
 
@@ -33,6 +42,8 @@ def describe_use(use: GpuUse, size: ModelSize) -> str:
         tokens = cache_tokens(use.total, use.engine, use.share)
         beside = ", next to the learner's step (train.max_staleness)" if use.engine.is_beside else ""
         notes.append(f"vLLM gets about {use.share:.2f} of its GPU{beside}, and its cache {tokens:,} tokens")
+    if use.learner.others:
+        notes.append(f"a local teacher or judge takes about {use.learner.others / GIB:.1f} GiB of its GPU")
     if size.experts:
         notes.append(f"its {size.experts} experts get no adapter, because they are not linear layers")
     return "".join(f"; {note}" for note in notes)
@@ -45,8 +56,11 @@ class Misfit(NamedTuple):
     cure: str  # override that makes the run fit, or ""
 
 
-def gpu_use(config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str]) -> GpuUse:
-    """Returns the use of GPUs with `total` bytes. `config` is otherwise decided."""
+def gpu_use(
+    config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str], others: float = 0.0
+) -> GpuUse:
+    """Returns the use of GPUs with `total` bytes, `others` of them for local teachers and judges. `config` is otherwise
+    decided."""
     engine, learner = own_server(config.engine), config.learner
     device = "cuda" if learner.device == "auto" else learner.device
     is_trained = learner.trains_weights and learner.weights != "server" and device.startswith("cuda")
@@ -68,6 +82,7 @@ def gpu_use(config: RunConfig, size: ModelSize, total: float, inherited: Mapping
             engines=engines,
             is_beside=is_beside,
             is_offloaded=getattr(learner, "offload_optimizer", False),
+            others=others,
         )
 
     of_engine = on_gpu(learners if is_shared else 0, engines) if engine is not None else None
@@ -85,17 +100,19 @@ def context(use: GpuUse, own: int) -> int | None:
     return tokens if 0 < tokens < own else None
 
 
-def find_misfit(config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str]) -> Misfit | None:
+def find_misfit(
+    config: RunConfig, size: ModelSize, total: float, inherited: Mapping[str, str], others: float = 0.0
+) -> Misfit | None:
     """Returns why the run does not fit on GPUs with `total` bytes, and the override that helps, if any."""
 
     def problem(config: RunConfig) -> str:
-        use, needed = gpu_use(config, size, total, inherited), config.model.max_length or STEP
+        use, needed = gpu_use(config, size, total, inherited, others), config.model.max_length or STEP
         each = (use.learner, use.engine) if use.engine is not None else (use.learner,)
         return next(filter(None, (misfit(total, run, share=use.share, max_length=needed) for run in each)), "")
 
     if not (found := problem(config)):
         return None
-    smaller = _smaller(config, context(gpu_use(config, size, total, inherited), config.model.max_length or 0))
+    smaller = _smaller(config, context(gpu_use(config, size, total, inherited, others), config.model.max_length or 0))
     return Misfit(found, next((cure for cure, changed in smaller if not problem(changed)), ""))
 
 

@@ -25,7 +25,7 @@ from art_cli.config.config_identity import config_hash, speed_hash
 from art_cli.config.schema import NoTrackerConfig, RulerJudgeConfig, RunConfig
 from art_cli.engines import Engine
 from art_cli.judges.agreement import VoteReliability, vote_reliability
-from art_cli.judges.blend import AnySeveral, named_judges
+from art_cli.judges.blend import single_judges
 from art_cli.judges.costs import find_price
 from art_cli.judges.judge_report import judge_windows
 from art_cli.judges.trial import judge_in_time
@@ -223,9 +223,7 @@ def _base_success(played: Sequence[Trajectory]) -> dict[str, str]:
 
 def _judge_usd(config: RunConfig, attempts: Sequence[ScoredTrajectory]) -> float | None:
     """Returns the verdicts' cost, using configured prices if no price was known then; None if a price is unknown."""
-    judges = [part.judge for part in config.by_source.values()] + [each.judge for each in config.shadow.values()]
-    judges += [part for each in judges if isinstance(each, AnySeveral) for part in named_judges(each).values()]
-    rulers = [each for each in judges if isinstance(each, RulerJudgeConfig)]
+    rulers = [each for each in single_judges(config) if isinstance(each, RulerJudgeConfig)]
     prices = {each.model: find_price(each) for judge in rulers for each in (judge, *judge.panel)}
     usd = 0.0
     scores = (score for each in attempts for score in (*each.scores, *each.shadow))

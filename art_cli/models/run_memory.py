@@ -58,6 +58,16 @@ def model_size(base: str) -> ModelSize:
     return size_of(transformers.AutoConfig.from_pretrained(base, trust_remote_code=False))
 
 
+def model_bytes(base: str, *, is_judge: bool) -> float:
+    """Returns the bytes of a teacher, or of a reward model as judge, in its files' dtype. Raises like `model_size`."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+    auto = transformers.AutoModelForSequenceClassification if is_judge else transformers.AutoModelForCausalLM
+    return float(empty_model(config, auto).num_parameters() * (config.dtype or torch.float32).itemsize)
+
+
 def size_of(config: Any) -> ModelSize:
     """Returns the model size for a transformers configuration."""
     model, text = empty_model(config), config.get_text_config()
@@ -83,12 +93,12 @@ def size_of(config: Any) -> ModelSize:
     )
 
 
-def empty_model(config: Any) -> Any:
-    """Returns a model of this transformers configuration, without weights."""
+def empty_model(config: Any, auto: Any = None) -> Any:
+    """Returns a model of this transformers configuration, without weights. `auto` is the class, if no causal LM."""
     import torch
     import transformers
 
-    auto: Any = transformers.AutoModelForCausalLM  # untyped there
+    auto = auto or transformers.AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(config)
 
@@ -113,12 +123,14 @@ class RunMemory(NamedTuple):
     """A run's memory on one GPU, in bytes. Example: Qwen3-4B with vLLM and learner on the same GPU and rows of 8,192
     tokens has RunMemory(8.6e9, 4.9e9, 2.9e6, 1.0e10, 1.5e5, is_beside=False)"""
 
-    learner: float  # permanent: weights, adapter and AdamW's state; 0 if the learner uses other GPUs
+    # permanent: weights, adapter, AdamW's state and other models; 0 if the learner uses other GPUs
+    learner: float
     step: float  # peak of an update on top of that, if activations are recomputed
     kept: float  # activations per token kept for the backward pass, if not recomputed
     engine: float  # vLLM's weights, adapters and work space; 0 without vLLM
     cached: float  # keys and values per token in vLLM's cache
     is_beside: bool  # whether vLLM samples while the learner works, instead of sleeping
+    others: float = 0.0  # part of `learner`: a local teacher's weights, and those of reward models as judges
 
 
 def run_memory(
@@ -132,6 +144,7 @@ def run_memory(
     engines: int = 1,
     is_beside: bool = False,
     is_offloaded: bool = False,
+    others: float = 0.0,
 ) -> RunMemory:
     """Returns a run's memory for passes of up to `tokens` tokens with `element` bytes per number.
 
@@ -145,12 +158,13 @@ def run_memory(
     moved = size.layers * size.hidden + size.kept_per_token + MOVED * (size.intermediate + size.hidden)
     engine = (weights + ADAPTERS * element * adapter) / engines + ENGINE_WORK if engines else 0.0
     return RunMemory(
-        learner=(weights + trained) / learners if learners else 0.0,
+        learner=(weights + trained) / learners + others if learners else 0.0,
         step=tokens * element * moved + LOGITS if learners else 0.0,
         kept=kept,
         engine=engine,
         cached=element * size.cached_per_token / max(engines, 1),
         is_beside=is_beside,
+        others=others if learners else 0.0,
     )
 
 
@@ -192,8 +206,10 @@ def checkpoint_from(total: float, run: RunMemory) -> int:
 def misfit(total: float, run: RunMemory, *, share: float, max_length: int) -> str:
     """Returns the reason why the run does not fit on a GPU with this many bytes; "" if it fits by these estimates."""
     if run.learner and run.learner + run.step + CONTEXT + (0 if run.is_beside or not run.engine else ASLEEP) > total:
-        need = f"the learner's weights take {run.learner / GIB:.1f} GiB and a step {run.step / GIB:.1f}"
-        return f"{need}, of a GPU of {total / GIB:.1f} GiB"
+        others = f", beside {run.others / GIB:.1f} GiB of a local teacher or judge" if run.others else ""
+        own = run.learner - run.others
+        need = f"the learner's weights take {own / GIB:.1f} GiB and a step {run.step / GIB:.1f}"
+        return f"{need}{others}, of a GPU of {total / GIB:.1f} GiB"
     if run.engine and (tokens := cache_tokens(total, run, share)) < max_length:
         there = f"its share of the GPU, {share:.2f} of {total / GIB:.1f} GiB"
         if tokens < 1:

@@ -11,9 +11,10 @@ from art_cli.cli.preflight.model_checks import open_model
 from art_cli.cli.preflight.opened import Opened
 from art_cli.config.compose import LoadedConfig, load_config
 from art_cli.config.schema import BaseLearnerConfig, RunConfig, VllmEngineConfig
-from art_cli.loop.decide import decide_by_base
+from art_cli.loop.decide import decide_by_base, read_sizes
 from art_cli.loop.gpu_fit import context, describe_use, find_misfit, gpu_use
 from art_cli.loop.record import check_record, claim_config, find_clash, follow
+from art_cli.models.model_shape import read_shape
 from art_cli.models.run_memory import GIB, ModelSize, size_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runtime.errors import RunError
@@ -138,6 +139,32 @@ def test_a_run_that_does_not_fit_names_the_key_that_changes_it() -> None:
     large, of_large = sized("qwen3-14b")
     none = find_misfit(large, of_large, 10.0 * GIB, {})
     assert none is not None and not none.cure
+
+
+def test_a_local_teacher_and_judges_count_on_the_learners_gpu(project: Path) -> None:
+    """Wherever they stand, each model once, in the dtype of their files. With 8 GiB of them, Qwen3-4B on 22 GiB does
+    not fit."""
+    model = f"{{name: reward_model, model: {save_tiny_base(project / 'judge')}}}"
+    shape = read_shape(str(project / "base"))
+    num = read_sizes(decided(project), shape, GPU)
+    assert num is not None and num.others == 0
+    least = 4 * num.model.parameters * 0.9  # the tiny model without its head
+    for overrides in (
+        [f"judge={model}"],
+        [f"judge={{name: cascade, first: {model}, then: {{name: ruler}}}}"],
+        [f"judge={{name: blend, blend: {{own: 1}}, judges: {{own: {model}}}}}", f"shadow={{two: {{judge: {model}}}}}"],
+        ["loss={name: distill, teacher: {model: base}}"],
+    ):
+        found = read_sizes(decided(project, *overrides), shape, GPU)
+        assert found is not None and least < found.others <= 4 * num.model.parameters, overrides
+    on_cpu = read_sizes(decided(project, f"judge={model}", "judge.device=cpu"), shape, GPU)
+    unknown = read_sizes(decided(project, "judge={name: reward_model, model: ./missing}"), shape, GPU)
+    assert on_cpu is not None and unknown is not None and on_cpu.others == unknown.others == 0
+    config, size = sized("qwen3-4b")
+    misfit = find_misfit(config, size, 22.0 * GIB, {}, 10.0 * GIB)
+    assert misfit is not None and "beside 10.0 GiB of a local teacher or judge" in misfit.problem
+    told = describe_use(gpu_use(config, size, 79.2 * GIB, {}, 10.0 * GIB), size)
+    assert "a local teacher or judge takes about 10.0 GiB of its GPU" in told
 
 
 def test_check_names_the_share_and_the_experts_without_an_adapter() -> None:

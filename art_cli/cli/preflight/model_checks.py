@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -48,11 +47,11 @@ def open_model(opened: Opened) -> tuple[Opened, Finding]:
     if isinstance(config.engine, TinkerEngineConfig):
         return _open_remote(opened, config.engine, base)
     note = ""
-    if (sized := read_sizes(config, read_shape(base), Machine())) is not None:
-        if (misfit := find_misfit(config, *sized, os.environ)) is not None:
+    if (sized := read_sizes(loaded, read_shape(base), Machine())) is not None:
+        if (misfit := find_misfit(config, *sized)) is not None:
             cure = misfit.cure or "take a smaller model, or more GPUs"
             return opened, Finding("model", False, misfit.problem, cure)
-        note = describe_use(gpu_use(config, *sized, os.environ), sized[0])
+        note = describe_use(gpu_use(config, *sized), sized.model)
     log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, _size(base))
     policy, weights = read_policy(Decided(loaded, engine_traits(config.engine, loaded.directory), base))
     assert policy is not None, "the engine does not bring its model"
