@@ -68,6 +68,7 @@ def run(
     from art_cli.reports.pages import ci_files
     from art_cli.rollouts.scenario_files import RunScenarios
     from art_cli.runs.durable import write_file
+    from art_cli.runtime import threads
     from art_cli.runtime.scratch import scratch
 
     loaded = load_config(config, overrides or [])
@@ -92,7 +93,7 @@ def run(
         scenarios = RunScenarios(loaded.config, loaded.directory).evaluation_by_source
         files = eval_comparison.file_names({name: player.address for name, player in players.items()})
         paths = {name: directory / file for name, file in files.items()}
-        played = {n: eval_comparison.play(player, scenarios, paths[n], n, watch) for n, player in players.items()}
+        played = threads.run(eval_comparison.play(players, scenarios, paths, watch))
     results = {
         name: evaluate.values_by_scenario(done) | evaluate.spent_by_scenario(done, players[name].price)
         for name, done in played.items()

@@ -26,7 +26,7 @@ from art_cli.judges.costs import Price, find_price
 from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop import evaluate
 from art_cli.loop.decide import decide_engine
-from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.policy_sampler import SharedEngines, open_sampler
 from art_cli.loop.stage_policy import PolicySource, dtype_of, find_policy, open_policy
 from art_cli.runs.durable import read_object, write_file
 from art_cli.runs.history import count_failures, find_fault
@@ -218,23 +218,28 @@ def file_names(addresses: Mapping[str, str]) -> dict[str, str]:
     return {name: f"{file}{ends[name]}.jsonl" for name, file in files.items()}
 
 
-def play(
-    player: Player, scenarios: Mapping[str, Sequence[Json]], path: Path, name: str, watch: Watch
-) -> list[Trajectory]:
-    loaded, source = player
-
-    async def play() -> list[Trajectory]:
-        async with open_sampler(
-            loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=path.parent
-        ) as sampler:
-            section = loaded.config.eval
+async def play(
+    players: Mapping[str, Player], scenarios: Mapping[str, Sequence[Json]], paths: Mapping[str, Path], watch: Watch
+) -> dict[str, list[Trajectory]]:
+    """Returns each player's attempts, played one player after another."""
+    played = dict[str, list[Trajectory]]()
+    async with SharedEngines() as engines:
+        for name, (loaded, source) in players.items():
+            section, path = loaded.config.eval, paths[name]
             assert section is not None, "no eval section"
-            return await evaluate.play_evaluation(
-                sampler, section, scenarios, step=source.step, path=path, title=name, watch=watch.see
-            )
-
-    with open_policy(loaded, source) as policy:
-        return threads.run(play())
+            with open_policy(loaded, source) as policy:
+                async with open_sampler(
+                    loaded,
+                    policy,
+                    checkpoint=source.checkpoint,
+                    step=source.step,
+                    logs=path.parent,
+                    engines=engines if len(players) > 1 else None,
+                ) as sampler:
+                    played[name] = await evaluate.play_evaluation(
+                        sampler, section, scenarios, step=source.step, path=path, title=name, watch=watch.see
+                    )
+    return played
 
 
 def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from art_cli.chat.requests import Sampling
 from art_cli.config.compose import LoadedConfig
@@ -92,6 +93,45 @@ class Sampler:
             await self.play(plans, on_finished, progress)
 
 
+class SharedEngines:
+    """The engines of several policies, one after another. A checkpoint joins the vLLM server of the policy before it.
+
+    A server's start takes a minute. It ends with the block, or before the engine of a policy that it cannot serve.
+    """
+
+    def __init__(self) -> None:
+        self._last: Engine | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._end()
+
+    async def beside(self, policy: Weights | PolicySpec | None, *, name: str, step: int) -> Engine | None:
+        """Returns an engine in the last engine's server, or None after this server's end."""
+        beside = getattr(self._last, "beside", None)
+        made: Engine | None = (
+            beside(policy, name=name, step=step) if beside and isinstance(policy, PolicySpec) else None
+        )
+        if made is None:
+            await self._end()
+        return made
+
+    async def keep(self, engine: Engine) -> None:
+        """Keeps an engine whose server others may join, and closes the one before."""
+        await self._end()
+        if hasattr(engine, "beside"):
+            self._last = engine
+        else:
+            await engine.close()
+
+    async def _end(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            await last.close()
+
+
 async def read_origin(policy: Weights | PolicySpec) -> Origin:
     """Returns the policy's origin: everything but its checkpoint. Hashing the base model takes seconds."""
     spec = spec_of(policy) if isinstance(policy, Weights) else policy
@@ -110,18 +150,20 @@ async def open_sampler(
     shares_weights: bool = True,
     begun: Mapping[str, ProcessRollout] | None = None,
     on_first_reply: Callable[[], None] | None = None,
+    engines: SharedEngines | None = None,
 ) -> AsyncIterator[Sampler]:
     """Yields a sampler with a running engine and gateway, and closes both.
 
     `policy` is the policy at `step`; engines that bring a model need none. `checkpoint` is either a prompt, or what an
     engine with separate weights loads and proves; the starting policy has no checkpoint. `origin` is the policy's
     origin, if known. `shares_weights` as in `make_engine`. `begun` are agents that `begin_rollouts` is loading.
-    `on_first_reply` is called once.
+    `on_first_reply` is called once. `engines` are those of the policies before it, and get this one.
     """
     config, traits = loaded.config, engine_traits(loaded.config.engine, loaded.directory)
     prompt = read_prompt(checkpoint)
     weights = checkpoint if prompt is None else None
-    engine = make_engine(
+    beside = await engines.beside(policy if weights else None, name=config.name, step=step) if engines else None
+    engine = beside or make_engine(
         with_base_model(config),
         policy,
         name=config.name,
@@ -129,6 +171,7 @@ async def open_sampler(
         logs=logs,
         directory=loaded.directory,
         shares_weights=shares_weights,
+        num_policies=1 if engines is None else 2,
     )
     await engine.start()
     try:
@@ -148,7 +191,7 @@ async def open_sampler(
                 await sampler.prove(weights, step)
             yield sampler
     finally:
-        await engine.close()
+        await (engine.close() if engines is None else engines.keep(engine))
 
 
 @contextlib.asynccontextmanager

@@ -35,7 +35,7 @@ from art_cli.engines.vllm import vllm_server as server
 from art_cli.engines.vllm.vllm_engine import VllmEngine
 from art_cli.learners import unsloth
 from art_cli.loop.owed_groups import plan_groups
-from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.policy_sampler import SharedEngines, open_sampler
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import CheckpointError, DriftError, EngineError, UsageError
@@ -643,6 +643,25 @@ asyncio.run(main())
 
 
 # --- several engines in one server ------------------------------------------------------------------------------------
+
+
+async def test_policies_one_after_another_share_a_server_as_far_as_it_serves_them(fake: Fake) -> None:
+    """As in `art eval`: each engine joins while the one before it still holds the server. Another base ends it."""
+    async with SharedEngines() as engines:
+        assert await engines.beside(MODEL, name="policy", step=0) is None
+        first = VllmEngine(arguments.with_slots(fake.config(), 2), MODEL, name="policy", logs=fake.logs)
+        await first.start()
+        await engines.keep(first)
+        for step in (1, 2, 3):
+            engine = await engines.beside(MODEL, name="policy", step=step)
+            assert isinstance(engine, VllmEngine)
+            await engine.start()
+            await engine.load(fake.adapter(f"a{step}"), step)
+            await engines.keep(engine)
+        assert len(fake.starts()) == 1 and first.pid
+        assert await engines.beside(structs.replace(MODEL, base="org/other"), name="policy", step=0) is None
+        with pytest.raises(ProcessLookupError):  # the server has ended, because its GPU is for the next one
+            os.kill(first.pid, 0)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from art_cli.loop import evaluate
 from art_cli.loop.decide import decide_engine
 from art_cli.loop.nights.canary_test import CanaryTest
 from art_cli.loop.nights.traffic import count_unwritten, read_ratings, read_traffic, unlike
-from art_cli.loop.policy_sampler import open_sampler
+from art_cli.loop.policy_sampler import SharedEngines, open_sampler
 from art_cli.loop.record import find_clash, follow
 from art_cli.loop.stage_policy import find_policy, open_policy
 from art_cli.loop.stop_rules import spent_before
@@ -413,23 +413,24 @@ async def _gates(loaded: LoadedConfig, nights: Nights, night: Night) -> list[Gat
     directory = nights.path(night.number) / GATES
     make_directory(directory)
     played: dict[str, dict[str, list[Trajectory]]] = {}
-    for name, checkpoint in ((BASELINE, night.baseline), (CANDIDATE, night.candidate)):
-        source = find_policy(loaded, nights.run / checkpoint)
-        with open_policy(loaded, source) as policy:
-            async with open_sampler(
-                loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=directory
-            ) as sampler:
-                played[name] = {
-                    gated: await evaluate.play_evaluation(
-                        sampler,
-                        section,
-                        {"": scenarios},
-                        step=source.step,
-                        path=directory / f"{gated}-{name}.jsonl",
-                        title=f"night {night.number}: {gated}, {name}",
-                    )
-                    for gated, scenarios in sets.items()
-                }
+    async with SharedEngines() as engines:
+        for name, checkpoint in ((BASELINE, night.baseline), (CANDIDATE, night.candidate)):
+            source = find_policy(loaded, nights.run / checkpoint)
+            with open_policy(loaded, source) as policy:
+                async with open_sampler(
+                    loaded, policy, checkpoint=source.checkpoint, step=source.step, logs=directory, engines=engines
+                ) as sampler:
+                    played[name] = {
+                        gated: await evaluate.play_evaluation(
+                            sampler,
+                            section,
+                            {"": scenarios},
+                            step=source.step,
+                            path=directory / f"{gated}-{name}.jsonl",
+                            title=f"night {night.number}: {gated}, {name}",
+                        )
+                        for gated, scenarios in sets.items()
+                    }
     judge, results = make_judges(loaded.config, loaded.directory), list[GateResult]()
     try:
         for gated in sets:
