@@ -252,7 +252,7 @@ def _other_bytes(config: RunConfig, directory: Path) -> float:
         try:
             place = str(directory / name)
             if not is_judge and (found := find(directory / name)) is not None:
-                place = base_of(found)
+                place = base_of(found) if found.is_adapter else str(found.path)
             elif not (directory / name).is_dir():
                 find_on_hub(name, None)
                 place = name
