@@ -6,6 +6,7 @@ Property: a group ends with the judge's scores or owed; nothing crashes, and not
 import asyncio
 import dataclasses
 import gzip
+import json
 import logging
 import random
 import re
@@ -162,10 +163,55 @@ def test_a_wait_may_be_a_date_a_time_since_1970_or_words() -> None:
         (401, "who are you", "stopped"),
         (403, "your key may not", "stopped"),
         (403, "openai/x requires moderation and your input was flagged", "refused"),  # this attempt's text, not the key
+        (200, "<html>", "retry"),  # a page of something in between
+        (308, "", "stopped"),  # every call is sent elsewhere
     ],
 )
 def test_what_an_error_means_is_read_from_status_and_code(status: int, text: str, kind: str) -> None:
     assert classify(status, text) == kind
+
+
+@pytest.mark.parametrize("place", ["body", "choice"])
+@pytest.mark.parametrize(
+    ("error", "calls", "stops"),
+    [
+        ({"code": 502, "message": "the provider is overloaded"}, 3, False),
+        ({"code": 402, "message": "insufficient credits"}, 1, True),
+        ({"code": 400, "message": "too long for the model"}, 2, False),  # the second time without a schema
+        ("the provider is overloaded", 3, False),
+    ],
+)
+async def test_an_error_in_an_answer_with_status_200_counts_as_its_code(
+    server: JudgeServer, place: str, error: Any, calls: int, stops: bool
+) -> None:
+    """OpenRouter answers so, in either place, when a provider fails after it has taken the call."""
+
+    def fail(body: bytes) -> bytes:
+        choice = {"error": error, "finish_reason": "error", "message": {"role": "assistant", "content": ""}}
+        return json.dumps({"error": error} if place == "body" else {"choices": [choice]}).encode()
+
+    server.conduct = Conduct(change_body=fail)
+    judge = make(server, retries=2)
+    with pytest.raises(JudgeError) as owed:
+        await judge.judge(rated(QUALITIES))
+    await judge.close()
+    assert (len(server.asked), isinstance(owed.value, JudgeStopped)) == (calls, stops)
+    assert "answered 200: " in str(owed.value)
+    assert (error if isinstance(error, str) else error["message"]) in str(owed.value)
+
+
+async def test_an_address_that_redirects_stops_the_judge_and_says_where_to(server: JudgeServer) -> None:
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 301 X\r\nLocation: https://api.example/v1\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(redirect, "127.0.0.1", 0) as here:
+        port = here.sockets[0].getsockname()[1]
+        judge = make(server, api_base=f"http://127.0.0.1:{port}/v1")
+        with pytest.raises(JudgeStopped, match="answered 301: it redirects to https://api.example/v1; .*base_url"):
+            await judge.judge(rated(QUALITIES))
+        await judge.close()
 
 
 async def test_a_wait_of_some_seconds_is_shown_once_with_who_asked_and_how_many_calls_are_held(

@@ -378,7 +378,7 @@ def test_a_judge_that_needs_litellm_says_so_before_anything_runs(
 
 
 LITELLM = """
-import asyncio, gzip, os, resource, sys
+import asyncio, gzip, json, os, resource, sys
 from pathlib import Path
 from tests.support.judges.judge_server import Conduct, JudgeServer
 from tests.support.judges.ruler_cases import rated
@@ -437,7 +437,27 @@ async def main():
             assert "quota is used up until" in str(stopped), str(stopped)
         else:
             raise AssertionError("a day was waited")
-        await judge.close()
+        failed = {"error": {"code": 502, "message": "overloaded"}, "message": {"role": "assistant", "content": ""}}
+        odd = {"role": "assistant", "content": [{"type": "thinking"}]}
+        for choice, said in ((failed, "overloaded"), ({"message": odd}, "")):
+            body = json.dumps({"choices": [{**choice, "finish_reason": "stop"}]}).encode()
+            server.conduct = Conduct(key=right, change_body=lambda data: body)
+            judge = RulerJudge(config.model_copy(update={"retries": 1}), Path("."), first_delay_s=0.01)
+            before = len(server.asked)
+            try:
+                await judge.judge(rated([0.3, 0.6]))
+            except JudgeError as owed:
+                assert said in str(owed) and not isinstance(owed, JudgeStopped), str(owed)
+            else:
+                raise AssertionError("an answer without a verdict was read")
+            assert len(server.asked) - before == 2
+    judge = RulerJudge(config.model_copy(update={"retries": 1}), Path("."), first_delay_s=0.01)
+    try:
+        await judge.judge(rated([0.3, 0.5]))
+    except JudgeStopped as stopped:
+        assert "start it" in str(stopped), str(stopped)
+    else:
+        raise AssertionError("a server that is gone has answered")
 
 asyncio.run(main())
 print("done")

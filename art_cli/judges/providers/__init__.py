@@ -132,11 +132,17 @@ def classify(status: int, text: str) -> FailureKind:
     said = text[:MAX_ERROR].lower()
     if status == 402 or (status in (400, 403, 429) and any(words in said for words in _USED_UP)):
         return "used_up"
-    if status in (408, 409, 425, 429) or status >= 500:
+    if status in (408, 409, 425, 429) or status >= 500 or status < 300:  # below 300, the body is no completion
         return "retry"
     if status == 403 and any(word in said for word in _REFUSED_TEXT):
         return "refused"
-    return "stopped" if status in (401, 403, 404, 405) else "refused"
+    return "stopped" if status in (401, 403, 404, 405) or status < 400 else "refused"  # below 400, a redirect
+
+
+def status_of(error: Any) -> int:
+    """Returns the HTTP status that an error object names as its `code`; 500, which may be tried again, without one."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
 def read_count(value: Any) -> int | None:

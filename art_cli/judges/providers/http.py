@@ -25,6 +25,7 @@ from art_cli.judges.providers import (
     Provider,
     classify,
     read_count,
+    status_of,
 )
 from art_cli.judges.providers.waits import quiet_time, retry_after
 from art_cli.runs.trajectory import Json
@@ -89,12 +90,9 @@ class HttpProvider(Provider):
         response = await self._post(body, timeout_s)
         if response.status != 200:
             text = response.body[:MAX_ERROR].decode(errors="replace")
-            cure = f"; {ADDRESS}" if text.lstrip().startswith("<") else ""  # HTML, perhaps of a proxy
-            raise CallFailed(
-                f"{self.name} answered {response.status}: {self.shown(text)}{cure}",
-                classify(response.status, text),
-                retry_after_s=retry_after(response.headers, text),
-            )
+            if 300 <= response.status < 400:
+                text = f"it redirects to {response.headers.get('location')}"
+            raise self._failure(response, response.status, text)
         latency_s = time.monotonic() - started
         if len(response.body) < LONG_ANSWER:
             return self._read(response, messages, latency_s)
@@ -146,6 +144,8 @@ class HttpProvider(Provider):
     def _read(self, response: _Response, messages: Sequence[Json], latency_s: float) -> Answer:
         try:
             body = json.loads(response.body)
+            if error := body.get("error") or body["choices"][0].get("error"):  # OpenRouter answers so, with status 200
+                raise self._failure(response, status_of(error), json.dumps(error))
             choice = body["choices"][0]
             text = self.read_text(choice["message"].get("content"))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -160,6 +160,15 @@ class HttpProvider(Provider):
             model=self.read_model(body.get("model")),
             refusal=self.read_refusal(choice["message"].get("refusal"), reason),
             pause_s=quiet_time(response.headers),
+        )
+
+    def _failure(self, response: _Response, status: int, text: str) -> CallFailed:
+        """Returns the error for `status`, which may be in the body of a response with status 200."""
+        cure = f"; {ADDRESS}" if text.lstrip().startswith("<") else ""  # HTML, perhaps of a proxy
+        return CallFailed(
+            f"{self.name} answered {response.status}: {self.shown(text)}{cure}",
+            classify(status, text),
+            retry_after_s=retry_after(response.headers, text),
         )
 
     def _usage(self, usage: Any, messages: Sequence[Json], text: str, latency_s: float) -> Usage:

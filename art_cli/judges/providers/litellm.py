@@ -14,12 +14,13 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import aiohttp
 import httpx
 
 from art_cli.chat.client import AnswerTooLarge
 from art_cli.config.schema import JudgeModelConfig
 from art_cli.judges.costs import Usage
-from art_cli.judges.providers import MAX_BYTES, MAX_ERROR, MAX_MARKS, Answer, CallFailed, Provider, classify
+from art_cli.judges.providers import MAX_BYTES, MAX_ERROR, MAX_MARKS, Answer, CallFailed, Provider, classify, status_of
 from art_cli.judges.providers.waits import quiet_time, retry_after
 from art_cli.runs.trajectory import Json
 from art_cli.runtime.secrets import Secrets
@@ -44,12 +45,12 @@ def limit_transport(transport: Any) -> Any:
     return transport
 
 
-def find_too_large(error: BaseException | None) -> AnswerTooLarge | None:
-    """Returns the AnswerTooLarge in an error's cause chain, if any; HTTP clients wrap it."""
+def find_cause(error: BaseException | None, *kinds: type[BaseException]) -> BaseException | None:
+    """Returns the first error of these kinds in a cause chain, if any; litellm and HTTP clients wrap errors."""
     seen = 0
-    while error is not None and not isinstance(error, AnswerTooLarge) and seen < 20:
+    while error is not None and not isinstance(error, kinds) and seen < 20:
         error, seen = error.__cause__ or error.__context__, seen + 1
-    return error if isinstance(error, AnswerTooLarge) else None
+    return error if isinstance(error, kinds) else None
 
 
 class _Limited(httpx.AsyncByteStream):
@@ -102,7 +103,7 @@ class LitellmProvider(Provider):
         return await asyncio.to_thread(self._read, litellm, response, messages, time.monotonic() - started)
 
     def _explain(self, error: Exception) -> CallFailed:
-        if too_large := find_too_large(error):
+        if too_large := find_cause(error, AnswerTooLarge):
             return CallFailed(f"{self.name}: {too_large}", "too_large")
         status = getattr(error, "status_code", None)
         text = str(error)[:MAX_ERROR]
@@ -112,16 +113,21 @@ class LitellmProvider(Provider):
             return CallFailed(message, "stopped")
         if not isinstance(status, int):
             return CallFailed(f"{self.name}: {kind_of_error}: {self.shown(text)}", "retry")
-        kind = "unreachable" if kind_of_error == "APIConnectionError" else classify(status, text)
+        # litellm's APIConnectionError may also be an odd answer, and a refused connection an InternalServerError
+        is_away = find_cause(error, aiohttp.ClientConnectorError, httpx.ConnectError)
+        kind = "unreachable" if is_away else classify(status, text)
         return CallFailed(message, kind, retry_after_s=retry_after(_headers(error), text))
 
     def _read(self, litellm: Any, response: Any, messages: Sequence[Json], latency_s: float) -> Answer:
         try:
-            text = self.read_text(response.choices[0].message.content)
+            choice = response.choices[0]
+            text = self.read_text(choice.message.content)
         except (LookupError, AttributeError, TypeError) as error:
             raise CallFailed(f"{self.name} did not answer with a completion", "retry") from error
+        if failed := (getattr(choice, "provider_specific_fields", None) or {}).get("error"):  # as OpenRouter answers
+            said = str(failed)
+            raise CallFailed(f"{self.name}: {self.shown(said)}", classify(status_of(failed), said))
         headers = (getattr(response, "_hidden_params", None) or {}).get("additional_headers") or {}
-        choice = response.choices[0]
         fields, reason = getattr(choice.message, "provider_specific_fields", None) or {}, str(choice.finish_reason)[:20]
         return Answer(
             text=text,
