@@ -60,10 +60,8 @@ def records(path: Path) -> Iterator[SourceRecord]:
         start = file.read(4)
     if start == b"PK\x03\x04":
         yield from _of_archive(path)
-    elif start[:2] == b"\x1f\x8b":
-        raise DataError("packed with gzip; unpack it first (gunzip)", path)
-    elif encoding := json_lines.foreign_encoding(start):
-        raise DataError(f"the text is {encoding}; save it as UTF-8", path)
+    elif words := json_lines.foreign_format(start):
+        raise DataError(words, path)
     else:
         yield from _of_text(path)
 

@@ -27,6 +27,12 @@ Record = TypeVar("Record")
 
 MAX_LINE_BYTES = 256 * 2**20  # longest accepted line; a trajectory with a million tokens takes about 30 MiB
 _MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
+_NO_TEXT = {  # first bytes of other formats, and what to do about each
+    b"\x1f\x8b": "packed with gzip; unpack it first (gunzip)",
+    b"\x28\xb5\x2f\xfd": "packed with zstandard; unpack it first (unzstd)",
+    b"PK\x03\x04": "a zip archive or a spreadsheet; unpack it, or save it as text",
+    b"PAR1": "a Parquet file; write its rows as JSON lines (pandas: to_json(PATH, orient='records', lines=True))",
+}
 HALF_PAIRS = re.compile("[\ud800-\udfff]")  # lone surrogates
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
@@ -86,7 +92,7 @@ class Line(NamedTuple):
 
 
 def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
-    """Yields all lines but blank ones. Raises DataError for UTF-16, UTF-32, oversized lines and refused files."""
+    """Yields all lines but blank ones. Raises DataError for other formats, oversized lines and refused files."""
     offset = number = 0
     try:
         opened = open_file(path, within=within)
@@ -95,8 +101,8 @@ def lines(path: Path, *, within: Path | None = None) -> Iterator[Line]:
     with opened as file:
         while data := file.readline(MAX_LINE_BYTES + 1):
             number += 1
-            if number == 1 and (encoding := foreign_encoding(data)):
-                raise DataError(f"the text is {encoding}; save it as UTF-8", path)
+            if number == 1 and (words := foreign_format(data)):
+                raise DataError(words, path)
             if len(data) > MAX_LINE_BYTES:
                 raise DataError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", path, number)
             if data.strip():
@@ -133,12 +139,14 @@ def is_torn(line: bytes) -> bool:
     return False
 
 
-def foreign_encoding(start: bytes) -> str | None:
-    """Returns the encoding detected from the first bytes, unless they can be UTF-8."""
+def foreign_format(start: bytes) -> str | None:
+    """Returns the format detected from the first bytes, and what to do about it, unless they can be UTF-8."""
     if not any(start[:4]):
         return None
-    encoding = json.detect_encoding(start[:4]).upper()
-    return None if encoding.startswith("UTF-8") else encoding.removesuffix("-LE").removesuffix("-BE")
+    encoding = json.detect_encoding(start[:4]).upper().removesuffix("-LE").removesuffix("-BE")
+    if not encoding.startswith("UTF-8"):
+        return f"the text is {encoding}; save it as UTF-8"
+    return next((words for mark, words in _NO_TEXT.items() if start.startswith(mark)), None)
 
 
 def _mend(line: bytes, mends_numbers: bool) -> bytes:

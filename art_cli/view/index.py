@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from art_cli.runs.json_lines import MAX_LINE_BYTES, foreign_encoding, is_inside, open_file
+from art_cli.runs.json_lines import MAX_LINE_BYTES, foreign_format, is_inside, open_file
 from art_cli.runtime.errors import printable
 from art_cli.view.rows import MAX_SHOWN, IndexRow, Labels, read_rows
 
@@ -187,8 +187,8 @@ class IndexedStep:
 
     def _read_line(self, place: int, file: _File, line: bytes) -> None:
         """Raises ValueError if the line has no trajectory."""
-        if file.num_lines == 0 and (encoding := foreign_encoding(line)):
-            raise ValueError(f"the text is {encoding}; save it as UTF-8")
+        if file.num_lines == 0 and (words := foreign_format(line)):
+            raise ValueError(words)
         if not line.strip():
             return
         if len(line) > MAX_SHOWN:

@@ -3,6 +3,7 @@
 The judges here cost nothing: the rollout's own reward, or a function.
 """
 
+import gzip
 import json
 import os
 import subprocess
@@ -506,6 +507,32 @@ def test_another_encoding_is_called_by_its_name_by_every_reader(
 ) -> None:
     (place / "t.jsonl").write_bytes(EVERY.encode(encoding))
     with pytest.raises(DataError, match=rf"t\.jsonl: the text is {encoding[:6].upper()}; save it as UTF-8"):
+        read(place / "t.jsonl")
+
+
+@READERS
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (gzip.compress(EVERY.encode()), "packed with gzip; unpack it first"),
+        (b"\x28\xb5\x2f\xfd\x04\x00" + bytes(range(128, 180)), "packed with zstandard; unpack it first"),
+        (b"PK\x03\x04\x14\x00" + bytes(range(128, 180)), "a zip archive or a spreadsheet; unpack it"),
+    ],
+)
+def test_a_packed_file_is_called_so_by_every_reader(
+    place: Path, read: Callable[[Path], object], data: bytes, words: str
+) -> None:
+    (place / "t.jsonl").write_bytes(data)
+    with pytest.raises(DataError, match=rf"t\.jsonl: {words}"):
+        read(place / "t.jsonl")
+
+
+@pytest.mark.parametrize("read", [read_own, read_demos])
+def test_a_parquet_file_is_called_so_where_only_json_lines_are_read(
+    place: Path, read: Callable[[Path], object]
+) -> None:
+    (place / "t.jsonl").write_bytes(b"PAR1" + bytes(40) + b"PAR1")
+    with pytest.raises(DataError, match=r"t\.jsonl: a Parquet file; write its rows as JSON lines"):
         read(place / "t.jsonl")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 from art_cli.rollouts.tables.columns import MAX_CELL, Columns, TableRow
-from art_cli.runs.json_lines import foreign_encoding
+from art_cli.runs.json_lines import foreign_format
 from art_cli.runtime.errors import DataError, printable
 
 DELIMITERS = ",;\t"  # delimiters used by spreadsheets, depending on country and format
@@ -19,8 +19,8 @@ def rows(path: Path, columns: Columns) -> Generator[TableRow]:
     than MAX_CELL characters, and unclosed quotes.
     """
     with path.open("rb") as file:
-        if encoding := foreign_encoding(file.read(4)):
-            raise DataError(f"the text is {encoding}; save it as UTF-8", path)
+        if words := foreign_format(file.read(4)):
+            raise DataError(words, path)
     line = 0
     limit = csv.field_size_limit(MAX_CELL)  # one for the whole process
     try:
