@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from art_cli.config.schema import BlendJudgeConfig, FunctionJudgeConfig, RewardModelJudgeConfig, RulerJudgeConfig
+from art_cli.formats.openai_log import record_of
 from art_cli.judges import make_judge
 from art_cli.judges.files.judged_files import TrajectoryFile
 from art_cli.learners.sft.examples import load_demos, without_source
@@ -389,6 +390,24 @@ def test_a_file_of_failed_attempts_alone_is_no_success(art: Art) -> None:
     write_lines(Path("t.jsonl"), rows)
     code, out, err = judge(art, "t.jsonl")
     assert code == 1 and "no reward; 2 of 2 attempts failed" in out and "every attempt failed" in err
+
+
+def test_a_conversation_that_art_wrote_for_other_tools_is_judged_as_the_attempt_that_it_was(tmp_path: Path) -> None:
+    """`art generate --format openai` writes such lines. A failed attempt stays one, and sub-agents are seen."""
+    said = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    common = {"group_id": "g", "group_size": 3, "messages": said}
+    written = [
+        Trajectory(id="a", index=0, returned_reward=1.0, branches=[said[:1]], **common),
+        Trajectory(id="b", index=1, error="ValueError: it broke", **common),
+    ]
+    lines = [*map(record_of, written), {"id": "c", "group_id": "g", "messages": said, "reward": True, "error": None}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = TrajectoryFile(tmp_path / "t.jsonl")
+    [group] = source
+    read = source.load(group)
+    assert [each.error for each in read] == [None, "ValueError: it broke", None]
+    assert [each.returned_reward for each in read] == [1.0, None, 1.0]
+    assert read[0].branches == written[0].branches
 
 
 def test_what_art_import_wrote_is_judged_where_a_judge_is_named(art: Art) -> None:

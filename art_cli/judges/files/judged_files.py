@@ -7,9 +7,9 @@ not grow with the texts. The keys of a line determine its format:
     {"trajectories": [{"messages_and_choices": [..]}, ..]}          a group from ART
     {"messages": [..], "group_id": ..}                              a conversation; or ART's, with messages_and_choices
 
-Other keys of a foreign line go to `metadata`, the reward goes to `returned_reward`. A line without a group invalidates
-the whole file, and the error names all such lines. Other errors in a line are found when its group is loaded and affect
-only this group.
+Other keys of a foreign line go to `metadata`, the reward goes to `returned_reward`. A line with an `error` is a failed
+attempt. A line without a group invalidates the whole file, and the error names all such lines. Other errors in a line
+are found when its group is loaded and affect only this group.
 """
 
 import logging
@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from art_cli.formats.imported_attempt import error_in
 from art_cli.runs.durable import newer_schema
 from art_cli.runs.json_lines import Line, decode, is_torn, lines, require_file
 from art_cli.runs.trajectory import MAX_GROUP_SIZE, SCHEMA_VERSION, Json, Trajectory
@@ -57,10 +58,12 @@ class _Foreign(msgspec.Struct):
     messages: list[Json] | None = None
     messages_and_choices: list[Json] | None = None
     additional_histories: list[_History] | None = None
+    branches: list[list[Json]] | None = None
     tools: list[Json] | None = None
-    reward: float | None = None
+    reward: float | bool | None = None
     metrics: dict[str, float | bool | None] | None = None
     metadata: Json | None = None
+    error: Any = None
 
 
 class _ArtGroup(msgspec.Struct):
@@ -258,11 +261,15 @@ def _read_foreign(record: Json, group: Group, index: int) -> Trajectory:
         index,
         id=None if found.id is None else str(found.id),
         messages=_messages(found.messages_and_choices or found.messages or []),
-        branches=[_messages(history.messages_and_choices) for history in found.additional_histories or ()],
+        branches=[
+            *(_messages(history.messages_and_choices) for history in found.additional_histories or ()),
+            *map(_messages, found.branches or ()),
+        ],
         tools=found.tools or [],
         metrics={key: float(value) for key, value in (found.metrics or {}).items() if value is not None},
         metadata=(found.metadata or {}) | rest,
-        returned_reward=found.reward,
+        returned_reward=None if found.reward is None else float(found.reward),
+        error=error_in(record),
     )
 
 
