@@ -181,6 +181,17 @@ def plain_message(message: Any) -> Json:
     return plain
 
 
+def with_system(messages: list[Any], system: Any) -> list[Any]:
+    """Returns the messages after the system prompt that Anthropic's and Bedrock's rows keep beside them, if any.
+
+    Messages with a system prompt of their own stay as they are.
+    """
+    has_one = any(isinstance(each, dict) and each.get("role") in ("system", "developer") for each in messages)
+    if has_one or not system or not isinstance(system, str | list):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
 def _plain_call(call: Any) -> Json:
     """Returns a tool call in OpenAI's format: {"id", "type", "function": {"name", "arguments": text}}."""
     if not isinstance(call, dict):

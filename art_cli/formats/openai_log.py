@@ -34,6 +34,7 @@ from art_cli.formats.imported_attempt import (
     plain_tool,
     reward_in,
     sampling_of,
+    with_system,
 )
 from art_cli.runs.trajectory import Json, Trajectory
 
@@ -211,7 +212,8 @@ class OpenAILog(TraceReader):
 
 def _conversation(record: Json, group: str | None) -> TracedAttempt:
     """Parses a `messages` line. Raises ValueError without assistant messages."""
-    messages = [plain_message(each) for each in as_list(record.get("messages"), "messages")]
+    rows = with_system(as_list(record.get("messages"), "messages"), record.get("system"))
+    messages = [plain_message(each) for each in rows]
     attempt = _about(record, group)
     tools = as_list(record.get("tools"), "tools")
     for branch in [*as_list(record.get("branches"), "branches"), messages]:

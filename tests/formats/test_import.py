@@ -360,6 +360,14 @@ def test_calls_of_the_messages_protocol(tmp_path: Path) -> None:
     assert done.unread.counts.total() == 2
 
 
+def test_a_system_prompt_beside_the_messages_is_their_first(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "log.jsonl").write_text(json.dumps({"system": "Add.", "messages": said}) + "\n")
+    import_files([tmp_path / "log.jsonl"], tmp_path / "t.jsonl")
+    [read] = read_lines(tmp_path / "t.jsonl", ScoredTrajectory)
+    assert read.messages == [{"role": "system", "content": "Add."}, *said]
+
+
 def test_a_damaged_first_line_costs_only_itself(tmp_path: Path) -> None:
     done, found = imported(tmp_path, write(tmp_path / "torn.jsonl", b'{"messages": [\n', GOOD, GOOD))
     assert len(found) == 2 and list(done.unread.first.values()) == [f"{tmp_path / 'torn.jsonl'}:1"]

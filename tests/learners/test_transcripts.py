@@ -89,6 +89,16 @@ def test_sharegpt_and_json_text_hold_tools_and_their_calls(tmp_path: Path) -> No
     assert demo["messages"][2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
 
 
+def test_a_system_prompt_beside_the_messages_is_learned_from_unless_they_have_one(tmp_path: Path) -> None:
+    """Bedrock's fine-tuning files keep it there. A dataset may have it in both places, or a column of that name."""
+    system = {"role": "system", "content": "Add."}
+    for beside, shown in (("Add.", [system]), ([{"type": "text", "text": "Add."}], None), ({"os": "linux"}, [])):
+        demo = load(tmp_path, {"system": beside, "messages": [USER, REPLY]})
+        kept = [{"role": "system", "content": beside}] if shown is None else shown
+        assert demo["messages"] == [*kept, USER, REPLY]
+        assert load(tmp_path, {"system": beside, "messages": [system, USER, REPLY]})["messages"][0] == system
+
+
 def test_a_message_of_weight_0_and_the_replies_of_a_prompt_are_read_and_not_trained(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     shown = [USER, {"role": "assistant", "content": "5"}, {"role": "user", "content": "no"}]

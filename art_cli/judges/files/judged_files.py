@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from art_cli.formats.imported_attempt import error_in
+from art_cli.formats.imported_attempt import error_in, with_system
 from art_cli.runs.durable import newer_schema
 from art_cli.runs.json_lines import Line, decode, is_torn, lines, require_file
 from art_cli.runs.trajectory import MAX_GROUP_SIZE, SCHEMA_VERSION, Json, Trajectory
@@ -260,7 +260,7 @@ def _read_foreign(record: Json, group: Group, index: int) -> Trajectory:
         group,
         index,
         id=None if found.id is None else str(found.id),
-        messages=_messages(found.messages_and_choices or found.messages or []),
+        messages=with_system(_messages(found.messages_and_choices or found.messages or []), record.get("system")),
         branches=[
             *(_messages(history.messages_and_choices) for history in found.additional_histories or ()),
             *map(_messages, found.branches or ()),

@@ -1,6 +1,7 @@
 """Transcript: one data file row as a conversation in OpenAI's form, converted from any of these forms.
 
     {"messages": [...], "tools": [...]}             OpenAI's fine-tuning files; TRL stores the tools as JSON text
+    {"system": "...", "messages": [...]}            Anthropic's, as on Bedrock
     {"prompt": ..., "completion": ...}              TRL; texts or message lists. Only the completion is trained
     {"conversations": [{"from", "value"}, ...]}     ShareGPT
 
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from art_cli.formats.imported_attempt import plain_message, plain_tool
+from art_cli.formats.imported_attempt import plain_message, plain_tool, with_system
 from art_cli.runtime.errors import one_line
 from art_cli.runtime.processes.plain_json import MAX_CHAT_DEPTH, is_deep
 
@@ -43,7 +44,7 @@ class Transcript(msgspec.Struct, kw_only=True):
     prompt: Any = None
     completion: Any = None
     conversations: Any = None
-    system: Any = None  # ShareGPT's system prompt, outside the conversation
+    system: Any = None  # a system prompt outside the conversation
     chosen: Any = None
     preferred_output: Any = None
     group_size: Any = None  # an attempt played by art has both; another tool's may have no turns
@@ -70,13 +71,12 @@ class Transcript(msgspec.Struct, kw_only=True):
 
     def _rows(self) -> list[Any]:
         if self.messages is not None:
-            return _list(self.messages, "messages")
+            return with_system(_list(self.messages, "messages"), self.system)
         if self.completion is not None:
             shown = [_unlearned(row) for row in _as_messages(self.prompt or "", "prompt", "user")]
             return [*shown, *_as_messages(self.completion, "completion", "assistant")]
         if self.conversations is not None:
-            system = [{"role": "system", "content": self.system}] if self.system else []
-            return [*system, *map(_sharegpt, _list(self.conversations, "conversations"))]
+            return with_system([_sharegpt(row) for row in _list(self.conversations, "conversations")], self.system)
         raise ValueError(f"no conversation: a row needs {FORMS}; `art import` reads the logs of other tools")
 
 
