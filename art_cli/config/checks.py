@@ -38,7 +38,7 @@ def _improve_conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "improve.canary.metric", f"{metric!r} is not declared in gateway.feedback; {there}"
     gates, has_safety = config.improve.gates, config.improve.safety is not None
     if has_safety and "safety" not in gates:
-        yield "improve.gates", "has none for improve.safety; add safety: 'reward.high>=baseline'"
+        yield "improve.gates", "has none for improve.safety; add safety: 'reward>=baseline'"
     if not ("traffic" in gates or has_safety or (config.eval is not None and "tasks" in gates)):
         yield "improve.gates", "would let every candidate answer untested; add traffic: 'reward>=baseline-0.02'"
     if config.rollout.scenarios is None:

@@ -59,11 +59,11 @@ class ImproveConfig(Section):
     gates: dict[GatedSet, str] = {
         "tasks": "reward.high>=baseline",
         "traffic": "reward>=baseline-0.02",
-        "safety": "reward.high>=baseline",
+        "safety": "reward>=baseline",
     }
     """What a candidate must reach before it answers anybody, as in `art eval --gate`. The baseline is the promoted
     policy. tasks: the scenarios of `eval`, often few and older than the traffic, so only a significant loss fails.
-    safety: the same, because a policy that is as good loses by chance half the time. traffic: the held-out scenarios of
-    the last week."""
+    traffic: the held-out scenarios of the last week. safety: any loss fails. If its rewards are noisy, a policy that is
+    as good fails half the time; with `reward.high>=baseline` only a significant loss fails."""
     patience: PositiveInt = 5
     """The nights in a row without a promotion after which `art improve` begins no further night."""
