@@ -107,6 +107,16 @@ class ControlTokens:
     def marks_in(self, text: str) -> list[str]:
         return [match[0] + (match[match.lastindex] if match.lastindex else "") for match in self._find.finditer(text)]
 
+    @cached_property
+    def writes_calls(self) -> bool:
+        """Whether the chat template writes a reply's tool calls. Some templates leave them out without an error."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "fourteen", "arguments": {}}}
+        talk = [{"role": "user", "content": "7 + 7"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return "fourteen" in self.tokenizer.apply_chat_template(talk, tokenize=False)
+        except Exception:  # the boundary to the model's own template
+            return False
+
     def chat_ids(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> list[int]:
         """Tokenizes a conversation with the tokenizer's template. Raises the template's errors and ValueError."""
         messages = [for_template(message) for message in messages]

@@ -1,8 +1,9 @@
 """RewardModelJudge: a local sequence-classification model scores each conversation with one output.
 
-The model sees the attempt's main conversation, rendered with the tokenizer's chat template. It is loaded for the first
-group, or by `open` on a machine with a GPU, and runs in a thread, in batches sorted by length. A decoder computes a
-group's common first tokens once. Remote model code never runs. torch and transformers are imported lazily.
+The model sees the attempt's main conversation, rendered with the tokenizer's chat template. Tool calls that the template
+leaves out are written as text. The model is loaded for the first group, or by `open` on a machine with a GPU, and runs in
+a thread, in batches sorted by length. A decoder computes a group's common first tokens once. Remote model code never
+runs. torch and transformers are imported lazily.
 """
 
 import asyncio
@@ -189,6 +190,8 @@ def conversation_ids(tokenizer: Any, conversation: Sequence[Json], longest: int,
     Padding tokens at the end are dropped, because a classification head reads the last token that is none.
     """
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if not (tokenizer.chat_template and controls_of(tokenizer).writes_calls):
+        conversation = [_with_calls_as_text(message) for message in conversation]
     if tokenizer.chat_template:
         try:
             ids = list(controls_of(tokenizer).chat_ids(conversation))[-longest:]
@@ -201,6 +204,15 @@ def conversation_ids(tokenizer: Any, conversation: Sequence[Json], longest: int,
     while len(ids) > 1 and ids[-1] == pad:
         ids.pop()
     return list(ids) or [pad or 0]
+
+
+def _with_calls_as_text(message: Json) -> Json:
+    """Returns the message with each tool call as a line of its content. Example: read({"id": 5})"""
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [call["function"] for call in calls]
+    lines = [f"{clean(each.get('name'))}({clean(each.get('arguments'))})" for each in functions]
+    return {**message, "tool_calls": None, "content": "\n".join(filter(None, [clean(message.get("content")), *lines]))}
 
 
 def _stem(model: Any, rows: Sequence[tuple[int, ...]]) -> tuple[int, Any]:

@@ -20,6 +20,7 @@ from art_cli.judges import make_judge
 from art_cli.judges.agreement import pairwise
 from art_cli.judges.cascade import FIRST, THEN
 from art_cli.judges.files.person_labels import Pair, PersonLabels
+from art_cli.judges.reward_model import conversation_ids
 from art_cli.learners.reward.preferences import PreferenceGroup, Taught, divide, read_preferences
 from art_cli.learners.reward.reward_report import ComparedPair, measure
 from art_cli.learners.reward.reward_trainer import RewardTrainer, preference_loss
@@ -27,7 +28,7 @@ from art_cli.loop.reward_run import base_settings
 from art_cli.runs.durable import write_lines
 from art_cli.runs.trajectory import Json, Score, ScoredTrajectory, by_group
 from art_cli.runtime.errors import DataError, UsageError
-from tests.support.models.tiny import save_tiny_base, tiny_weights
+from tests.support.models.tiny import save_tiny_base, tiny_tokenizer, tiny_weights
 
 MODEL = ModelConfig(base="tiny")
 ASK: Json = {"role": "user", "content": "a word?"}
@@ -126,6 +127,27 @@ def test_the_written_model_pads_as_its_tokenizer_does() -> None:
     weights.tokenizer.pad_token = weights.tokenizer.convert_ids_to_tokens(0)
     trainer = RewardTrainer(weights, MODEL, TorchLearnerConfig(), RewardConfig())
     assert trainer._classifier.config.pad_token_id == weights.tokenizer.pad_token_id == 0
+
+
+@pytest.mark.parametrize("template", ["its own", "without calls", "refuses calls", "none"])
+def test_the_judge_reads_the_calls_of_an_attempt_whatever_the_template_writes(template: str) -> None:
+    """SmolLM2's writes contents only, so two answers that are calls would look alike."""
+    tokenizer = tiny_tokenizer()
+    written = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    refusing = (
+        "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    )
+    tokenizer.chat_template = {
+        "its own": tokenizer.chat_template, "without calls": written, "refuses calls": refusing, "none": None
+    }[template]  # fmt: skip
+
+    def read(city: str) -> str:
+        call = {"id": "c", "type": "function", "function": {"name": "answer", "arguments": f'{{"text": "{city}"}}'}}
+        talk = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        text: str = tokenizer.decode(conversation_ids(tokenizer, talk, 10**6, name="m"))
+        return text
+
+    assert "answer" in read("Rome") and "Rome" in read("Rome") and "Geneva" in read("Geneva")
 
 
 def test_the_loss_by_hand() -> None:

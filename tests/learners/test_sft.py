@@ -96,6 +96,19 @@ def test_trains_tool_calls_as_the_template_writes_them() -> None:
     assert trained_text(demo) == ['<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>']
 
 
+def test_a_template_that_leaves_calls_out_is_refused() -> None:
+    """It would teach an empty reply instead of the call."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "find", "arguments": "{}"}}
+    demo = {"messages": [SUM["messages"][1], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    with pytest.raises(LearnerError, match="demo 1, message 2: .* leaves out its tool calls.* model.chat_template"):
+        demo_samples(demo, tokenizer, name="demo 1", max_length=1000)
+
+
 def test_a_template_that_rewrites_history_gives_a_sample_per_reply() -> None:
     """Each reply is learnt after the prompt that it will be sampled after: here, one with old replies blanked."""
     tokenizer = tiny_tokenizer()

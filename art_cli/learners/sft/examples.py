@@ -35,7 +35,7 @@ from art_cli.learners.samples import (
     trajectory_samples,
 )
 from art_cli.learners.sft.transcripts import Transcript, is_learned
-from art_cli.models.tokenizer import stop_ids
+from art_cli.models.tokenizer import stop_ids, template_cure
 from art_cli.rollouts.scenario_files import is_held_out
 from art_cli.runs.durable import read_lines, read_numbered
 from art_cli.runs.feedback import DEMONSTRATION, FeedbackEntry, latest
@@ -166,8 +166,12 @@ def _render_turn(
             f"{where}: the chat template does not render this reply as a continuation of its prompt; "
             "set another model.chat_template"
         )
+    reply = whole[len(prompt) :]
+    if any(call["function"]["name"] not in reply for call in messages[-1].get("tool_calls") or ()):
+        cure = f"{template_cure(controls.tokenizer)} in model.chat_template"
+        raise LearnerError(f"{where}: the chat template leaves out its tool calls, so no call would be learned; {cure}")
     try:
-        prompt_ids, reply_ids = controls.encode(prompt, guard), controls.encode(whole[len(prompt) :], guard)
+        prompt_ids, reply_ids = controls.encode(prompt, guard), controls.encode(reply, guard)
     except (ValueError, TypeError) as error:  # the tokenizer raises TypeError for text that is not Unicode
         raise LearnerError(f"{where}: {describe(error)}") from error
     # The engine never samples the tokens that the template adds after a stop token.
