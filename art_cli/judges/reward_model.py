@@ -1,9 +1,9 @@
 """RewardModelJudge: a local sequence-classification model scores each conversation with one output.
 
-The model sees the attempt's main conversation, rendered with the tokenizer's chat template. Tool calls that the template
-leaves out are written as text. The model is loaded for the first group, or by `open` on a machine with a GPU, and runs in
-a thread, in batches sorted by length. A decoder computes a group's common first tokens once. Remote model code never
-runs. torch and transformers are imported lazily.
+The model sees the attempt's main conversation, rendered with the tokenizer's chat template. Tool calls that the
+template leaves out are written as text. The model is loaded for the first group, or by `open` on a machine with a GPU,
+and runs in a thread, in batches sorted by length. A decoder computes a group's common first tokens once. Remote model
+code never runs. torch and transformers are imported lazily.
 """
 
 import asyncio
