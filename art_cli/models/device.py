@@ -45,6 +45,11 @@ def pick_device(device: str, named: str = "learner.device") -> str:
     return device
 
 
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers as float64; those on MPS, which has no float64, on the CPU."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
 def fitting_device(num_bytes: float) -> str:
     """Returns "auto", or "cpu" if torch's GPU has less free memory."""
     import torch

@@ -24,6 +24,7 @@ from art_cli.learners.samples import COMPONENTS, Floats, Row, Sample, mask_of
 from art_cli.learners.step.policy_step import Pass
 from art_cli.learners.step.step_samples import count
 from art_cli.learners.step.step_statistics import StepStatistics
+from art_cli.models.device import doubled
 from art_cli.runtime.errors import LearnerError
 
 CAUSES = (
@@ -192,8 +193,8 @@ class LossGradient:
             assert of_pack is not None
             is_policy = self._tensor(mask_of(pack.terms.weights, Row.POLICY))
             present = self.runner.run(pack).logprobs[self._tensor(pack.terms.edges)] if now is None else now[index]
-            # float64, because float32 rounding exceeds a KL below 1e-7; on the CPU, because MPS has none
-            values = binary_kl(*(each[is_policy].cpu().double() for each in (of_pack, present)))
+            # float64, because float32 rounding exceeds a KL below 1e-7
+            values = binary_kl(*doubled(torch.stack((of_pack, present))[:, is_policy]))
             sums += float(values.nan_to_num(nan=math.inf).sum()), len(values)
             heartbeat()
         total, num_tokens = np.sum(self.runner.ranks.gather(sums, Floats), axis=0)

@@ -10,6 +10,7 @@ import numpy as np
 from art_cli.learners import StepMetrics
 from art_cli.learners.samples import Floats, Row, Sample, mask_of
 from art_cli.learners.step.step_samples import StepSamples
+from art_cli.models.device import doubled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ class _Mean(msgspec.Struct):
 
     def add(self, values: "Tensor | Floats") -> None:
         if len(values):
-            self.sum += float(values.sum() if isinstance(values, np.ndarray) else values.cpu().double().sum())
+            self.sum += float(values.sum() if isinstance(values, np.ndarray) else doubled(values).sum())
             self.count += len(values)
             largest = float(values.max())
             self.max = largest if math.isnan(self.max) else max(self.max, largest)
@@ -158,7 +159,8 @@ def logprob_gaps(scores: "TokenScores", terms: "Terms") -> "Tensor":
     """
     import torch
 
-    edges, engine, raw = map(torch.from_numpy, (terms.edges, terms.logprobs, terms.raw_logprobs))
-    learner, raw_learner = (each.detach().cpu().double()[edges] for each in (scores.logprobs, scores.raw_logprobs))
-    gaps = torch.where(engine.isnan(), raw - raw_learner, engine - learner).abs()
+    learner, raw_learner = doubled(scores.logprobs.detach()), doubled(scores.raw_logprobs.detach())
+    arrays = (terms.edges, terms.logprobs, terms.raw_logprobs)
+    edges, engine, raw = (torch.from_numpy(array).to(learner.device) for array in arrays)
+    gaps = torch.where(engine.isnan(), raw - raw_learner[edges], engine - learner[edges]).abs()
     return gaps[~gaps.isnan()]
