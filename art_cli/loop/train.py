@@ -108,7 +108,7 @@ async def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
         try:
             trained = await run.interrupts.off_loop(run.learner.step, batch.groups, progress=progress)
         except LearnerError as error:
-            error.args = (f"step {step + 1}/{run.config.train.steps}: {error}; the same command tries the step again",)
+            error.args = (f"step {step + 1}/{run.config.train.steps}: {error}",)
             raise
     if run.config.train.record_learned:  # before the checkpoint, so every finished step has the file
         await run.interrupts.off_loop(run.learner.write_learned, run.files.learned_path(step))

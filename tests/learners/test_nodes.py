@@ -230,7 +230,7 @@ def test_a_run_that_loses_its_own_process_ends_on_both_nodes_and_the_same_comman
         os.kill(worker_pid(run.pid, 0), signal.SIGKILL)
         _, said = run.communicate(timeout=120)
         died = "learner process 0 of 2 died (killed by SIGKILL)"
-        assert run.returncode == 1 and f"error: {died}" in said, said
+        assert run.returncode == 1 and "error: " in said and died in said, said  # in a step or between two
         code, said = node.end()
         assert code == 1 and f"ended: {died}" in said, said
         steps = files.checkpoint_steps()

@@ -226,7 +226,7 @@ class AdapterLearner:
         for name in (*loss.needs, *loss.takes, *loss.may_bring, SHARES):
             if any(name in data[index].numbers for index in asked.order):
                 parts = [self._of_datum(data[index], name, loss, settings) for index in asked.order]
-                numbers[name] = self._tensor(np.concatenate(parts).astype(np.float32))
+                numbers[name] = torch.from_numpy(np.concatenate(parts)).float().to(self.weights.device)
             elif name in loss.takes:
                 numbers[name] = torch.tensor(_setting(name, loss, settings), device=self.weights.device)
         return numbers
