@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,7 +167,7 @@ def _render_turn(
             "set another model.chat_template"
         )
     reply = whole[len(prompt) :]
-    if any(call["function"]["name"] not in reply for call in messages[-1].get("tool_calls") or ()):
+    if _leaves_calls_out(render, messages, tools, whole):
         cure = f"{template_cure(controls.tokenizer)} in model.chat_template"
         raise LearnerError(f"{where}: the chat template leaves out its tool calls, so no call would be learned; {cure}")
     try:
@@ -178,6 +178,18 @@ def _render_turn(
     end = next((place for place, id in enumerate(reply_ids, 1) if id in stops), None)
     reply_ids = reply_ids[:end]
     return np.asarray(prompt_ids + reply_ids, dtype=np.int64), len(prompt_ids)
+
+
+def _leaves_calls_out(render: Callable[..., str], messages: list[Json], tools: list[Json] | None, whole: str) -> bool:
+    """Returns whether the template renders the last message as if it had no tool calls."""
+    *before, last = messages
+    if not last.get("tool_calls"):
+        return False
+    bare = {key: value for key, value in last.items() if key != "tool_calls"}
+    try:
+        return render([*before, bare], tools=tools, tokenize=False) == whole
+    except Exception:  # boundary to the model's chat template, which may want calls or a text
+        return False
 
 
 class ScoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
