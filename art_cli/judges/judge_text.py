@@ -16,6 +16,14 @@ def clean(value: Any) -> str:
     return text.encode("utf-8", "replace").decode().replace("\r\n", "\n").translate(_CONTROL)
 
 
+def call_text(call: Any) -> str:
+    """Returns a tool call as `name(arguments)`."""
+    function = call.get("function", call.get("custom")) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return clean(call)
+    return f"{clean(function.get('name'))}({clean(function.get('arguments', function.get('input')))})"
+
+
 def count_tokens(text: str) -> int:
     """Returns the estimated token count, rounded up."""
     size = len(text) if text.isascii() else len(text.encode())

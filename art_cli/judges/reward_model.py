@@ -20,7 +20,7 @@ from typing import Any
 from art_cli.chat.control_tokens import controls_of
 from art_cli.config.sections.judge_config import RewardModelJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
-from art_cli.judges.judge_text import clean
+from art_cli.judges.judge_text import call_text, clean
 from art_cli.models.base_source import find_on_hub, hide_progress_bars
 from art_cli.models.device import pick_device
 from art_cli.runs.manifest import hash_files
@@ -210,9 +210,8 @@ def _with_calls_as_text(message: Json) -> Json:
     """Returns the message with each tool call as a line of its content. Example: read({"id": 5})"""
     if not (calls := message.get("tool_calls")):
         return message
-    functions = [call["function"] for call in calls]
-    lines = [f"{clean(each.get('name'))}({clean(each.get('arguments'))})" for each in functions]
-    return {**message, "tool_calls": None, "content": "\n".join(filter(None, [clean(message.get("content")), *lines]))}
+    lines = [clean(message.get("content")), *map(call_text, calls)]
+    return {**message, "tool_calls": None, "content": "\n".join(filter(None, lines))}
 
 
 def _stem(model: Any, rows: Sequence[tuple[int, ...]]) -> tuple[int, Any]:

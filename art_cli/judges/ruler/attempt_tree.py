@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from art_cli.judges.judge_text import clean
+from art_cli.judges.judge_text import call_text, clean
 from art_cli.runs.trajectory import Json, Trajectory
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -119,7 +119,7 @@ def _read_segments(message: Json) -> tuple[Segment, ...]:
     if refusal := message.get("refusal"):
         segments.append(Segment("refusal", clean(refusal)))
     calls = message.get("tool_calls") or ([{"function": call}] if (call := message.get("function_call")) else [])
-    segments += [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    segments += [Segment("call", call_text(call)) for call in (calls if isinstance(calls, list) else [calls])]
     return tuple(segments)
 
 
@@ -163,15 +163,6 @@ def _describe(part: Json) -> str:
     kind = kind.removeprefix("data:").partition(";")[0] if kind.startswith("data:") else ""
     digest = hashlib.sha256(body.encode()).hexdigest()[:8]
     return f"{kind[:40] or 'data'}, {len(body)} characters, sha256 {digest}"
-
-
-def _read_call(call: Any) -> Segment:
-    """Returns a tool call as `name(arguments)`."""
-    function = call.get("function", call.get("custom")) if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return Segment("call", clean(call))
-    arguments = function.get("arguments", function.get("input"))
-    return Segment("call", f"{clean(function.get('name'))}({clean(arguments)})")
 
 
 def digest(attempt: Attempt) -> str:
