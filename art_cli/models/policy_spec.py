@@ -65,6 +65,14 @@ def origin_of(policy: PolicySpec, base: str) -> Origin:
     return Origin(base=base, template=template, dtype=policy.dtype, quantize=policy.quantize or "")
 
 
+def tokenizer_of(policy: PolicySpec) -> Any:
+    """Returns the tokenizer of the base, with the policy's chat template."""
+    tokenizer = load_tokenizer(policy.base)
+    if policy.chat_template is not None:
+        tokenizer.chat_template = policy.chat_template
+    return tokenizer
+
+
 def _adapters(weights: Weights) -> list[Any]:
     return list(weights.model.peft_config.values()) if weights.has_adapter else []
 

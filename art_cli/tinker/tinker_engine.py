@@ -28,8 +28,8 @@ from art_cli.engines.embedded import chat_prompts
 from art_cli.engines.embedded.chat_prompts import Prompt
 from art_cli.engines.embedded.choices import ChoiceWriter, Piece, reply_limit
 from art_cli.engines.embedded.reply_text import Vocabulary
-from art_cli.models.policy_spec import PolicySpec
-from art_cli.models.tokenizer import configs_of, load_tokenizer, stop_ids
+from art_cli.models.policy_spec import PolicySpec, tokenizer_of
+from art_cli.models.tokenizer import configs_of, stop_ids
 from art_cli.runtime.errors import EngineError, RemoteError
 from art_cli.runtime.threads import call_in_thread
 from art_cli.tinker.client.remote_checkpoint import read_remote
@@ -70,16 +70,10 @@ class TinkerEngine:
             self._connection = await call_in_thread(self._open)
 
     def _open(self) -> RemoteSession:
-        self._vocabulary = Vocabulary(self._tokenizer())
+        self._vocabulary = Vocabulary(tokenizer_of(self._policy))
         self._stop_ids = stop_ids(self._vocabulary.tokenizer, *configs_of(self._policy.base))
         self._server.find_model(self._base)
         return RemoteSession(self._server, timeout_s=self._config.timeout_s)
-
-    def _tokenizer(self) -> Any:
-        tokenizer = load_tokenizer(self._policy.base)
-        if self._policy.chat_template is not None:
-            tokenizer.chat_template = self._policy.chat_template
-        return tokenizer
 
     async def load(self, checkpoint: Path, step: int) -> None:
         """Raises CheckpointError if the weights are not on a server, and EngineError if the server lost them."""

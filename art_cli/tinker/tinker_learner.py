@@ -36,8 +36,8 @@ from art_cli.learners.step.policy_step import Pass, take_step
 from art_cli.learners.step.step_samples import PlannedStep
 from art_cli.learners.step.step_statistics import StepStatistics
 from art_cli.learners.step.training_record import StepRecord
-from art_cli.models.policy_spec import PolicySpec
-from art_cli.models.tokenizer import configs_of, load_tokenizer, stop_ids
+from art_cli.models.policy_spec import PolicySpec, tokenizer_of
+from art_cli.models.tokenizer import configs_of, stop_ids
 from art_cli.runs.durable import is_locked_here, write_lines
 from art_cli.runs.manifest import Probe
 from art_cli.runs.trajectory import LearnedTrajectory, ScoredTrajectory
@@ -329,9 +329,7 @@ class TinkerLearner(Learner):
     def begin_sft(self, examples: Sequence[dict[str, Any]], evaluated: Sequence[dict[str, Any]] = ()) -> int:
         """Returns the number of optimizer steps. Raises LearnerError for missing or invalid examples."""
         assert self.sft_config is not None, "sft needs an sft section"
-        tokenizer = load_tokenizer(self.policy.base)
-        if self.policy.chat_template is not None:
-            tokenizer.chat_template = self.policy.chat_template
+        tokenizer = tokenizer_of(self.policy)
         self.warm_up = RemoteSft(
             self.trainer,
             examples,

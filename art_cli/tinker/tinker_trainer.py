@@ -167,8 +167,7 @@ class RemoteTrainer:
     def wait(self, future: Any, what: str) -> Any:
         return self.session.wait(future, what)
 
-    # --- saving
-    # ---------------------------------------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def save_state(self) -> str:
         """Saves weights and optimizer; returns the server's path."""

@@ -23,8 +23,8 @@ from art_cli.loop.open_run import read_policy
 from art_cli.models.base_source import find_base
 from art_cli.models.device import memory_there
 from art_cli.models.model_shape import read_shape
-from art_cli.models.policy_spec import read_spec
-from art_cli.models.tokenizer import load_tokenizer, templated_tokenizer
+from art_cli.models.policy_spec import read_spec, tokenizer_of
+from art_cli.models.tokenizer import templated_tokenizer
 from art_cli.models.weights import count_parameters
 from art_cli.runs.trajectory import Turn, prompt, sequence
 
@@ -76,9 +76,7 @@ def _open_remote(opened: Opened, engine: TinkerEngineConfig, base: str) -> tuple
     from art_cli.tinker.client.remote_server import find_server, load_sdk
 
     config = opened.loaded.config
-    policy, tokenizer = read_spec(config.model, base, is_remote=True), load_tokenizer(base)
-    if policy.chat_template is not None:
-        tokenizer.chat_template = policy.chat_template
+    policy = read_spec(config.model, base, is_remote=True)
     version = load_sdk().__version__
     server, name = find_server(engine), engine.base_model or config.model.base
     most = server.find_model(name).max_context_length
@@ -88,7 +86,8 @@ def _open_remote(opened: Opened, engine: TinkerEngineConfig, base: str) -> tuple
     learner = make_learner(config, policy, directory=opened.loaded.directory)
     message = f"{name} at {server.url}, {policy.max_length} tokens of context, tinker {version} here"
     message += "; the server sets the scale of an adapter, not model.lora.alpha"
-    return replace(opened, policy=policy, tokenizer=tokenizer, learner=learner), Finding("model", True, message)
+    opened = replace(opened, policy=policy, tokenizer=tokenizer_of(policy), learner=learner)
+    return opened, Finding("model", True, message)
 
 
 def check_tokens(opened: Opened, part: SourcePart) -> Finding:

@@ -239,11 +239,7 @@ class Store:
 
     def checkpoints(self, run: str) -> list[tuple[Place, Notes]]:
         """Returns a training run's checkpoints, oldest first."""
-        found = []
-        for at in self._places(run):
-            notes = self.notes(at)
-            if notes is not None:
-                found.append((at, notes))
+        found = [(at, notes) for at in self._places(run) if (notes := self.notes(at)) is not None]
         return sorted(found, key=lambda entry: entry[1].created)
 
     def used(self, owner: str) -> int:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from art_cli.chat.chat_errors import ChatError, invalid
+from art_cli.chat.requests import Json
 from art_cli.runtime.errors import ArtError, is_full_disk, one_line
 from art_cli.runtime.threads import end
 
 log = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 MAX_KEPT = 20_000  # maximum number of stored answers, over all clients
 MAX_KEPT_BYTES = 512 * 2**20
@@ -58,11 +57,6 @@ class Future:
     num_bytes: int = 0  # the request's size while unanswered
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
-
-    def finish(self, result: FutureAnswer | Failure) -> None:
-        if self.result is None:
-            self.result, self.state = result, "done"
-            self.done.set()
 
 
 @dataclass(eq=False)
@@ -156,7 +150,8 @@ class Futures:
         """Stores the result and drops old answers if room is needed."""
         if future.result is not None:
             return
-        future.finish(result)
+        future.result, future.state = result, "done"
+        future.done.set()
         account = self._accounts[future.owner]
         account.num_open -= 1
         account.open_bytes -= future.num_bytes
@@ -173,9 +168,10 @@ class Futures:
             self._count(richest, old, -1)
 
     def _count(self, account: _Account, future: Future, sign: int) -> None:
-        size = sign * _size(future)
-        account.num_bytes += size
-        self._num_bytes += size
+        result = future.result
+        size = SMALL + len(result.message) if isinstance(result, Failure) else result.num_bytes if result else 0
+        account.num_bytes += sign * size
+        self._num_bytes += sign * size
         self._num_kept += sign
 
     def mark_fetched(self, future: Future) -> None:
@@ -211,8 +207,3 @@ class Futures:
 
     def _tasks(self) -> list[asyncio.Task[None]]:
         return [each.task for each in self._futures.values() if each.task is not None and not each.task.done()]
-
-
-def _size(future: Future) -> int:
-    result = future.result
-    return SMALL + len(result.message) if isinstance(result, Failure) else result.num_bytes if result else 0

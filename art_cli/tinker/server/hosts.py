@@ -23,7 +23,7 @@ from art_cli.engines.proof import WeightProof
 from art_cli.engines.vllm.arguments import user_args
 from art_cli.engines.vllm.vllm_policies import VllmPolicies
 from art_cli.learners.probe import measure_probe
-from art_cli.models.policy_spec import PolicySpec, linear_targets, spec_of
+from art_cli.models.policy_spec import linear_targets, spec_of
 from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runs.manifest import Probe, verify_checkpoint
 from art_cli.runtime.scratch import make_directory
@@ -121,9 +121,14 @@ class VllmHost:
 
     def __init__(self, base: Base, config: VllmEngineConfig, limits: BackendLimits, logs: Path) -> None:
         """Raises EngineError if the configured Python is missing or this machine lacks support for a setting."""
-        spec = _spec(base, limits)
-        if config.base_url is None:
-            config = _with_room(config, limits)
+        processes = 1 if base.replicas is None else base.replicas.job.learner.processes
+        targets = linear_targets(base.weights.model.config)
+        spec = msgspec.structs.replace(
+            spec_of(base.weights), lora_rank=limits.rank, learner_gpus=processes, lora_targets=targets
+        )
+        if config.base_url is None:  # room for all adapters; vLLM never sleeps here
+            args = {"max-loras": limits.samplers} | user_args(config)
+            config = config.model_copy(update={"args": args, "sleep": 0})
         self.num_open = int(str(config.args.get("max-loras") or limits.samplers))
         self._base, self._copies, self._numbers = base, logs / "copies", itertools.count(1)
         self._server = VllmPolicies(config, spec, logs=logs)
@@ -164,19 +169,6 @@ def _load(base: Base, adapter: Path | None) -> Weights:
     if adapter is not None:
         verify_checkpoint(adapter)
     return base.policy(adapter)
-
-
-def _spec(base: Base, limits: BackendLimits) -> PolicySpec:
-    """Returns the served model: the base with adapters up to the maximum rank."""
-    processes = 1 if base.replicas is None else base.replicas.job.learner.processes
-    spec, targets = spec_of(base.weights), linear_targets(base.weights.model.config)
-    return msgspec.structs.replace(spec, lora_rank=limits.rank, learner_gpus=processes, lora_targets=targets)
-
-
-def _with_room(config: VllmEngineConfig, limits: BackendLimits) -> VllmEngineConfig:
-    """Returns the configuration with room for all adapters. vLLM never sleeps here."""
-    args = {"max-loras": limits.samplers} | user_args(config)
-    return config.model_copy(update={"args": args, "sleep": 0})
 
 
 def make_host(base: Base, engine: EngineConfig, limits: BackendLimits, logs: Path) -> PolicyHost:

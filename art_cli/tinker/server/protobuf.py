@@ -5,7 +5,7 @@ scanned first. Dense and sparse tensors, from JSON or protocol buffers, become n
 """
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,7 +43,9 @@ def of_json(tensor: TensorData) -> Array:
     """Returns a JSON tensor as an array. Raises ValueError for inconsistent parts."""
     values: Array = np.asarray(tensor.data, dtype=np.float64)
     if tensor.dtype == "int64":
-        values = _whole(values)
+        if not (np.abs(values) < 2**53).all() or (values != np.floor(values)).any():
+            raise ValueError("an int64 tensor with other numbers than integers")
+        values = values.astype(np.int64)
     elif tensor.dtype != "float32":
         raise ValueError(f"dtype {tensor.dtype!r}, not float32 or int64")
     if tensor.sparse_crow_indices is None:
@@ -74,12 +76,6 @@ def _numbers(raw: bytes, dtype: str) -> Array:
         raise ValueError("a tensor with an incomplete last number")
     values = np.frombuffer(raw, dtype)
     return values.astype(np.float64 if dtype == "<f4" else np.int64)
-
-
-def _whole(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    if not (np.abs(values) < 2**53).all() or (values != np.floor(values)).any():
-        raise ValueError("an int64 tensor with other numbers than integers")
-    return values.astype(np.int64)
 
 
 def _shaped(values: Array, shape: list[int] | None) -> Array:
@@ -124,7 +120,7 @@ def _count(data: bytes, kind: Any, num: int) -> int:
         else:
             size = SIZES.get(wire, len(data))
         if size > len(data) - index:
-            _refuse("a field that is longer than the message")
+            raise ValueError("no protocol buffer: a field that is longer than the message")
         field = kind.fields_by_number.get(key >> 3)
         num += 1
         if wire == BYTES and field is not None and field.message_type is not None:
@@ -144,8 +140,4 @@ def _varint(data: bytes, index: int) -> tuple[int, int]:
         number |= (byte & 0x7F) << 7 * count
         if byte < 0x80:
             return number, index + count + 1
-    _refuse("a number without an end")
-
-
-def _refuse(why: str) -> NoReturn:
-    raise ValueError(f"no protocol buffer: {why}")
+    raise ValueError("no protocol buffer: a number without an end")

@@ -94,12 +94,6 @@ def sampling_request(request: SampleRequest, base: Base, *, max_samples: int) ->
     return Request(model="policy", prompt=ids, sampling=sampling, caps_tokens=True)
 
 
-def sample_answer(reply: Reply, scores: list[float] | None) -> FutureAnswer:
-    """Returns the answer. `scores` are prompt logprobs, if requested."""
-    size = SMALL + TOKEN_BYTES * (sum(len(choice.token_ids) for choice in reply.choices) + len(scores or ()))
-    return FutureAnswer(lambda: _as_json(reply, scores), lambda: _as_proto(reply, scores), size)
-
-
 def _logprobs(choice: Any) -> list[float]:
     """Returns the policy's own logprobs at temperature 1, matching forward_backward."""
     found: list[float] = choice.logprobs if choice.raw_logprobs is None else choice.raw_logprobs
@@ -270,13 +264,11 @@ class Samplers:
             await self._end(old)
 
     def _policy_of(self, at: Place | None, owner: str) -> SampledPolicy:
-        path = None if at is None else self._store.readable(at, owner)  # verified when opened
-        key = "base" if at is None else f"{at.uri}@{self._written(at)}"  # checkpoints may be overwritten
+        if at is None:
+            return self.policies.get("base", lambda: SampledPolicy("base"))
+        path, notes = self._store.readable(at, owner), self._store.notes(at)  # verified when opened
+        key = f"{at.uri}@{notes.created if notes is not None else 0.0}"  # checkpoints may be overwritten
         return self.policies.get(key, lambda: SampledPolicy(key, path))
-
-    def _written(self, at: Place) -> float:
-        notes = self._store.notes(at)
-        return notes.created if notes is not None else 0.0
 
     async def add_snapshot(self, id: str, owner: str, model: str, learner: ClientLearner) -> None:
         """Adds a sampling session for a copy of a model's weights. Raises DriftError if the engine's weights differ."""
@@ -311,9 +303,6 @@ class Samplers:
         if not (sampler.policy.is_base or is_used):
             await self.policies.drop(sampler.policy)
 
-    async def close(self) -> None:
-        await self.policies.close()
-
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     def prepare(self, request: SampleRequest, owner: str) -> tuple[SampledPolicy, Request]:
@@ -340,7 +329,9 @@ class Samplers:
             scores = await _prompt_scores(opened, request.prompt, last_n) if wants_prompt else None
             async with asyncio.timeout(SAMPLE_DEADLINE_S):
                 reply = await opened.reply(request)
-        return sample_answer(reply, scores)
+        num_tokens = sum(len(choice.token_ids) for choice in reply.choices) + len(scores or ())
+        size = SMALL + TOKEN_BYTES * num_tokens
+        return FutureAnswer(lambda: _as_json(reply, scores), lambda: _as_proto(reply, scores), size)
 
 
 async def _prompt_scores(opened: OpenPolicy, prompt: list[int], last_n: int | None) -> list[float]:

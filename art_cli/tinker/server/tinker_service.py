@@ -113,11 +113,17 @@ def build_app(state: BackendState, keys: Keys) -> Starlette:
     answered = [Route(ROOT + path, partial(_answer, work), methods=[method]) for method, path, work in table]
     refused = [Route(ROOT + path, partial(_answer, _refusal(why)), methods=ANY) for path, why in REFUSED.items()]
     health = Route("/health", partial(_answer, routes.healthz), methods=["GET"])
-    download = Route(f"{ROOT}/downloads/{{token}}", partial(_guarded, routes.download), methods=["GET"])
+    download = Route(f"{ROOT}/downloads/{{token}}", routes.download, methods=["GET"])
     app = Starlette(
         routes=[*answered, *refused, download, health],
         middleware=[Middleware(_Doorkeeper, keys=keys)],
-        exception_handlers={HTTPException: _no_route, ClientDisconnect: gone, Exception: _bug},
+        exception_handlers={
+            ChatError: _refuse,
+            ArtError: _refuse,
+            HTTPException: _no_route,
+            ClientDisconnect: gone,
+            Exception: _bug,
+        },
     )
     app.router.redirect_slashes = False
     return app
@@ -162,21 +168,14 @@ class _Doorkeeper:
 
 
 async def _answer(work: Answerer, http: Request) -> Response:
-    async def answer(http: Request) -> Response:
-        return await work(http, http.state.owner)
-
-    return await _guarded(answer, http)
+    return await work(http, http.state.owner)
 
 
-async def _guarded(work: Callable[[Request], Awaitable[Response]], http: Request) -> Response:
-    """Returns the answer of `work`, or an error answer for the client."""
-    try:
-        return await work(http)
-    except ChatError as error:
-        headers = {"retry-after": error.retry_after} if error.retry_after else None
-        return reply({"detail": error.message}, error.status, headers)
-    except ArtError as error:
+async def _refuse(http: Request, error: Exception) -> Response:
+    if not isinstance(error, ChatError):
         return reply({"detail": one_line(error)}, 400)
+    headers = {"retry-after": error.retry_after} if error.retry_after else None
+    return reply({"detail": error.message}, error.status, headers)
 
 
 async def _no_route(http: Request, error: Exception) -> Response:
@@ -223,7 +222,7 @@ class BackendService:
                         await self.stopping.drain(self._finish())
                         await self.futures.close()
         finally:
-            await self.samplers.close()
+            await self.samplers.policies.close()
             await call_in_thread(self.base.close)
 
     async def _finish(self) -> None:

@@ -5,7 +5,7 @@ Bodies are read within limits, and hashed to recognize repeated requests.
 
 import hashlib
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -15,12 +15,11 @@ from starlette.responses import Response
 
 from art_cli.chat.chat_errors import ChatError
 from art_cli.chat.reading import BodyLimit, RequestReader, convert, decode_object, read_body
+from art_cli.chat.requests import Json
 from art_cli.tinker.server import Listed, ModelNumber, Seed, SequenceNumber, TtlSeconds
 from art_cli.tinker.server.checkpoint_store import KINDS, Notes, Place
 from art_cli.tinker.server.futures import Future
 from art_cli.tinker.server.models import AdamParams
-
-Json = dict[str, Any]
 
 PROTO = "application/x-protobuf"
 BODY_S = 120.0  # timeout for reading a request body
@@ -156,7 +155,6 @@ class Page(msgspec.Struct):
 
 class Retrieve(msgspec.Struct):
     request_id: str
-    allow_metadata_only: bool = False
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
