@@ -214,9 +214,8 @@ async def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is given. Without TCP_NODELAY each reply waits 40 ms for the
-    # client's
-    # delayed acknowledgement of the headers.
+    # asyncio sets TCP_NODELAY only if the protocol is given. Without it each reply waits 40 ms for the client's delayed
+    # acknowledgement of the headers.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -20,11 +20,11 @@ import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from art_cli.rollouts.attempt_errors import MAX_ERROR_LENGTH, AttemptError, describe_exit
+from art_cli.rollouts.attempt_errors import MAX_ERROR_LENGTH, AttemptError, Json, describe_exit
 from art_cli.rollouts.peers import Peers
-from art_cli.rollouts.policy import Json, Policy, past_proxies, read_outcome
+from art_cli.rollouts.policy import Policy, past_proxies, read_outcome
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError, message_of
 from art_cli.runtime.processes.child import Finished, child_environment, run_program
@@ -110,7 +110,7 @@ class CommandRollout:
     def _read(self, stdout: bytes) -> Outcome:
         line = stdout.rstrip().rpartition(b"\n")[2]
         try:
-            value = json.loads(line.decode(), parse_constant=_refuse, parse_float=_finite)
+            value = json.loads(line.decode(), parse_constant=_finite, parse_float=_finite)
             dump(value)  # raises ValueError for half a surrogate pair
         except (ValueError, RecursionError) as error:
             shown = line[:200].decode(errors="replace")
@@ -128,13 +128,9 @@ class CommandRollout:
         return Outcome(**value)
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
 def _finite(digits: str) -> float:
-    if math.isinf(value := float(digits)):
-        raise ValueError(f"{digits} is larger than any float")
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits} is not JSON, or larger than any float")
     return value
 
 

@@ -16,7 +16,6 @@ factor, than unused slots cost requests.
 
 import asyncio
 import math
-from types import TracebackType
 
 from art_cli.chat import EngineLoad
 from art_cli.config.sections.rollout_config import MAX_AT_ONCE
@@ -151,8 +150,6 @@ class Openings:
             await self._free.acquire()
         self.num_taken += 1
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self.num_taken -= 1
         self._free.release()

@@ -24,9 +24,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from art_cli.rollouts.attempt_errors import AttemptError, from_exception
+from art_cli.rollouts.attempt_errors import AttemptError, Json, from_exception
 from art_cli.rollouts.environments import Settings, open_environment
-from art_cli.rollouts.policy import Connections, Json, Policy, past_proxies, read_outcome
+from art_cli.rollouts.policy import Connections, Policy, past_proxies, read_outcome
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError
 from art_cli.runtime.plugins import resolve

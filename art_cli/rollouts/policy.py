@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from art_cli.rollouts.attempt_errors import AttemptError
+from art_cli.rollouts.attempt_errors import AttemptError, Json
 from art_cli.runs.outcome import MAX_NUMBER, Outcome
 from art_cli.runtime.errors import RolloutError
 from art_cli.runtime.processes.plain_json import MAX_DEPTH, dump, is_deep, load
@@ -22,8 +22,6 @@ from art_cli.runtime.state_key import STATE_HEADER, UNRECORDED, write_header
 
 if TYPE_CHECKING:
     import openai
-
-Json = dict[str, Any]
 
 MAX_METADATA_BYTES = 16 * 2**20  # maximum size of an outcome's metadata as JSON
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from art_cli.rollouts import bootstrap
-from art_cli.rollouts.attempt_errors import AttemptError, describe_exit, read_report
-from art_cli.rollouts.policy import Json, Policy
+from art_cli.rollouts.attempt_errors import AttemptError, Json, describe_exit, read_report
+from art_cli.rollouts.policy import Policy
 from art_cli.runs.outcome import Outcome
 from art_cli.runtime.errors import RolloutError, UsageError, describe
 from art_cli.runtime.processes.child import ChildProcess, child_environment

@@ -18,8 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -38,13 +37,11 @@ from art_cli.rollouts.recorder import Recorder
 from art_cli.rollouts.rollout_gateway import OWN_CLIENT, Gateway
 from art_cli.runs.outcome import Outcome
 from art_cli.runs.system_prompt import SystemPrompt
-from art_cli.runs.trajectory import Trajectory
+from art_cli.runs.trajectory import Json, Trajectory
 from art_cli.runtime.errors import RolloutError, first_of_group, naming_source
 from art_cli.runtime.log import Bar, shown_bar
 from art_cli.runtime.secrets import find_secrets
 from art_cli.runtime.threads import end
-
-Json = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
@@ -257,9 +254,7 @@ class Runner:
                 load = await self._gateway.load()
                 self.openings.resize(concurrency.note(in_flight, load, calls))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         if self._following is not None:
             await end(self._following, timeout_s=WRITE_TIMEOUT_S)
         await self._close()
@@ -388,7 +383,10 @@ class Runner:
         finally:
             recorder = self._gateway.close(key)
         if is_late:
-            error = await _timeout_error(agent)
+            guess = await agent.rollout.explain_timeout()
+            error = AttemptError(
+                "timeout", f"not finished after {agent.config.timeout_s:g} s (rollout.timeout_s){guess}"
+            )
         attempt = _Attempt(recorder, outcome, self._judge_error(recorder, error, key))
         if recorder.num_calls == 0:  # an oversized first prompt is not the policy's fault
             return attempt
@@ -424,11 +422,6 @@ def _judge_limit(attempt: _Attempt, limit_reward: float) -> _Attempt:
     if outcome.reward is None:
         outcome = replace(outcome, reward=limit_reward)
     return _Attempt(attempt.recorder, outcome, None)
-
-
-async def _timeout_error(agent: _Agent) -> AttemptError:
-    guess = await agent.rollout.explain_timeout()
-    return AttemptError("timeout", f"not finished after {agent.config.timeout_s:g} s (rollout.timeout_s){guess}")
 
 
 def _add_earlier(attempt: _Attempt, earlier: AttemptError | None) -> _Attempt:

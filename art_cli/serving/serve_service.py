@@ -114,8 +114,7 @@ class Service:
         """Refuses new requests, waits for running requests, then stops. A second call skips the waiting."""
         self._stopping.stop()
 
-    # --- lifecycle
-    # ------------------------------------------------------------------------------------------------------
+    # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _followers(self) -> AsyncIterator[None]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -17,8 +16,6 @@ from art_cli.chat.requests import Sampling
 from art_cli.chat.wires.openai_chat import OpenAIChat
 from art_cli.runtime.errors import UsageError, describe
 from art_cli.runtime.secrets import find_secrets
-
-Json = dict[str, Any]
 
 MAX_BODY = 4 * 2**20  # bytes of a conversation
 BODY_S, ANSWER_S = 30.0, 120.0  # longest waits for the page's question and the endpoint's answer

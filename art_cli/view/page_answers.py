@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,7 +26,7 @@ from art_cli.runs.intervals import mean_interval
 from art_cli.runs.json_lines import is_inside
 from art_cli.runs.promise import Promise
 from art_cli.runs.run_dir import MetricsLine, RunDir
-from art_cli.runs.trajectory import ScoredTrajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory
 from art_cli.runtime.errors import ArtError, printable
 from art_cli.view.drawing import DrawingKind, drawing_kind, drawing_page
 from art_cli.view.group_rows import (
@@ -47,8 +47,6 @@ from art_cli.view.sources import Sources, ViewSource
 
 if TYPE_CHECKING:
     from art_cli.judges.files.person_labels import PersonLabels
-
-Json = dict[str, Any]
 
 PAUSE = "pause"  # split of pause lines, which contain no metrics
 SMOOTHED = "reward_smoothed"  # the training reward smoothed by `art report`, with its interval

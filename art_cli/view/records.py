@@ -6,19 +6,17 @@ Unreadable lines are shown as errors. The learner's numbers are in step_0003/lea
 import contextlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from art_cli.runs.feedback import FEEDBACK_FILE, FeedbackEntry, latest
 from art_cli.runs.json_lines import decode, lines, open_file
-from art_cli.runs.trajectory import ScoredTrajectory, score_trajectory
+from art_cli.runs.trajectory import Json, ScoredTrajectory, score_trajectory
 from art_cli.runtime.errors import DataError, printable
 from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.view.index import IndexedStep
 from art_cli.view.rows import MAX_SHOWN, IndexRow
 
-Json = dict[str, Any]
 _ANY = msgspec.json.Decoder()
 MAX_FILES = 64  # number of cached files
 MAX_DEPTH = 100  # levels of nested JSON

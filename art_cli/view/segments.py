@@ -24,7 +24,7 @@ import msgspec
 
 from art_cli.runs.durable import read_object
 from art_cli.runs.run_dir import RunDir
-from art_cli.runs.trajectory import Json, Trajectory, Turn
+from art_cli.runs.trajectory import Json, Trajectory, Turn, sequence
 from art_cli.runtime.errors import ArtError
 from art_cli.view.rows import text_of
 
@@ -192,21 +192,8 @@ def _reply_of(trajectory: Trajectory, place: _Place) -> tuple[int | None, int | 
 
 
 def _context(turns: Sequence[Turn], parent: int, kept: int, texts: TokenTexts | None, budget: _Budget) -> TurnSegment:
-    text = "".join(texts.pieces(first_tokens(turns, parent, kept))) if texts is not None and budget.takes(kept) else ""
+    text = "".join(texts.pieces(sequence(turns, parent)[:kept])) if texts is not None and budget.takes(kept) else ""
     return TurnSegment("context", text, kept)
-
-
-def first_tokens(turns: Sequence[Turn], index: int, num: int) -> list[int]:
-    """Returns the initial `num` tokens of turn `index`'s sequence, without recursion along its parents."""
-    pieces: list[list[int]] = []
-    place: int | None = index
-    while place is not None and num > 0:
-        turn = turns[place]
-        start = turn.kept if turn.parent is not None else 0
-        if num > start:
-            pieces.append([*turn.prompt_ids, *turn.sampled_ids][: num - start])
-        num, place = min(num, start), turn.parent
-    return [id for piece in reversed(pieces) for id in piece]
 
 
 def _sampled(turn: Turn, index: int, texts: TokenTexts | None, learned: Learned | None) -> TurnSegment:
@@ -259,7 +246,7 @@ def _prompt_segments(
     if turn.parent is not None and goes_on:
         begun = places[turn.parent]
     elif turn.parent is not None and budget.takes(turn.kept):
-        kept = first_tokens(trajectory.turns, turn.parent, turn.kept)
+        kept = sequence(trajectory.turns, turn.parent)[: turn.kept]
     ids = [*kept, *turn.prompt_ids]
     pieces = texts.pieces(ids)
     kinds, place = _kinds(pieces, trajectory, begun)

@@ -57,8 +57,6 @@ STEP = "/api/source/{s}/step/{n:int}/{split}"
 
 
 class PageGuard:
-    """An ASGI middleware."""
-
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app, self._host = app, host
 

@@ -17,10 +17,10 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from art_cli.config.schema import RolloutConfig, RunConfig
-from art_cli.rollouts.attempt_errors import NODE, AttemptError
+from art_cli.rollouts.attempt_errors import NODE, AttemptError, Json
 from art_cli.rollouts.cluster.ray_driver import ClusterFacts
 from art_cli.rollouts.function_rollout import what_to_load
-from art_cli.rollouts.policy import Json, Policy
+from art_cli.rollouts.policy import Policy
 from art_cli.rollouts.process import RolloutProcess
 from art_cli.rollouts.rollout_gateway import Gateway
 from art_cli.runs.outcome import Outcome

@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -57,7 +57,8 @@ class Verifiers:
                     yield _listed(name, "comes with verifiers")
         for distribution in distributions():
             if any(_is_verifiers(each) for each in distribution.requires or ()):
-                yield _listed(distribution.name.replace("-", "_").lower(), _summary(distribution))
+                about = distribution.metadata["Summary"] or f"a taskset, version {distribution.version}"
+                yield _listed(distribution.name.replace("-", "_").lower(), str(about))
 
     def defaults(self, name: str) -> Json:
         """Returns the taskset's settings and the agent's settings."""
@@ -87,10 +88,6 @@ def _check_version() -> None:
 
 def _is_verifiers(requirement: str) -> bool:
     return requirement.startswith("verifiers") and not requirement[len("verifiers") :][:1].isalnum()
-
-
-def _summary(distribution: Distribution) -> str:
-    return str(distribution.metadata["Summary"] or f"a taskset, version {distribution.version}")
 
 
 def _listed(name: str, about: str) -> Listing:

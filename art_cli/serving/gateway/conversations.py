@@ -111,8 +111,7 @@ class Conversations:
             if now - conversation.last_at >= self._config.idle_s and not conversation.num_in_flight:
                 self._end(conversation)
 
-    # --- assigning calls
-    # ------------------------------------------------------------------------------------------------
+    # --- assigning calls ----------------------------------------------------------------------------------------------
 
     def _find(
         self, client: str, request: Request, replaced: Attempted | None, prefixes: list[bytes]
@@ -179,8 +178,7 @@ class Conversations:
                 conversation.keys.add(key)
                 self._index.setdefault(key, []).append(conversation)
 
-    # --- ending conversations
-    # -------------------------------------------------------------------------------------------
+    # --- ending conversations -----------------------------------------------------------------------------------------
 
     def _touch(self, conversation: Conversation) -> None:
         """Records that a call has ended, and makes room."""

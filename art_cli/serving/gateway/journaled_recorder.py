@@ -64,8 +64,7 @@ class JournaledRecorder(Recorder):
         """Returns True if the prompt continues the text of a plain completion."""
         return any(each.text and prompt.startswith(each.text) for each in self._conversations)
 
-    # --- interface of RecordingBackend
-    # ----------------------------------------------------------------------------------
+    # --- interface of RecordingBackend --------------------------------------------------------------------------------
 
     def record(self, request: Request, reply: Reply) -> Recorded:
         """Raises ChatError 503 if the call cannot be written."""

@@ -10,17 +10,17 @@ import re
 import threading
 from collections import OrderedDict
 from functools import partial
+from operator import is_
 from typing import Any, TypeVar
 
 import msgspec
 
-from art_cli.chat.requests import Request
+from art_cli.chat.requests import Json, Request
 from art_cli.config.schema import RedactConfig
 from art_cli.runtime.processes.plain_json import is_deep
 from art_cli.runtime.secrets import Secrets
 
 Value = TypeVar("Value")
-Json = dict[str, Any]
 
 REDACTED = "[redacted]"
 LETTERS = str.maketrans("0123456789", "ghijklmnop")  # digests of letters, which patterns for numbers leave alone
@@ -56,7 +56,7 @@ class Redactor:
     def messages(self, messages: list[Json]) -> list[Json]:
         """Redacts the messages; returns the same list if unchanged."""
         redacted = [self._message(message) for message in messages]
-        return messages if all(map(_is_same, redacted, messages)) else redacted
+        return messages if all(map(is_, redacted, messages)) else redacted
 
     def prompt(self, prompt: str) -> str:
         """Redacts a plain completion's prompt, with caching."""
@@ -79,13 +79,16 @@ class Redactor:
         redacted: Value = self._walk(value, is_document=True, nested=0)
         return redacted
 
-    def text(self, text: str) -> str:
-        """Redacts a text; returns the same object if unchanged."""
-        return self._text(text, nested=0)
+    def text(self, text: str, *, nested: int = 0) -> str:
+        """Redacts a text; returns the same object if unchanged. `nested`: levels of JSON in strings around it."""
+        redacted = self._secrets.redact(text)
+        if self.has_rules:
+            redacted = self._patterned(self._named_values(self._in_json(redacted, nested)))
+        return text if redacted == text else redacted
 
     def name(self, name: str, redacted: str | None = None) -> str:
         """Redacts a name, or takes `redacted`. A changed name gets a digest, so different names stay different."""
-        redacted = self._text(name, nested=0) if redacted is None else redacted
+        redacted = self.text(name) if redacted is None else redacted
         if redacted == name:
             return name
         digest = hashlib.blake2b(name.encode(errors="replace"), key=self._salt, digest_size=8).hexdigest()
@@ -119,11 +122,11 @@ class Redactor:
         `is_data`: the value is below a DATA field, so `role` and `type` are not protocol fields.
         """
         if isinstance(value, str):
-            return self._text(value, nested=nested)
+            return self.text(value, nested=nested)
         walk = partial(self._walk, is_document=is_document, nested=nested)
         if isinstance(value, list):
             items = [walk(item, is_data=is_data) for item in value]
-            return value if all(map(_is_same, items, value)) else items
+            return value if all(map(is_, items, value)) else items
         if not isinstance(value, dict):
             return self._number(value) if is_document else value
         found = {}
@@ -131,11 +134,11 @@ class Redactor:
             if is_document and name.lower() in self._names:
                 walked: Any = inner if inner == REDACTED else REDACTED
             elif not (is_document or is_data) and name in STRUCTURE and isinstance(inner, str):
-                masked = self._masked(inner)
+                masked = self._secrets.redact(inner)
                 walked = inner if masked == inner else masked
             else:
                 walked = walk(inner, is_data=is_data or name in DATA)
-            masked = self._masked(name)
+            masked = self._secrets.redact(name)
             found[self._patterned(masked) if is_document or is_data else masked] = walked
         is_same = len(found) == len(value) and all(name in found and found[name] is value[name] for name in value)
         return value if is_same else found
@@ -146,16 +149,6 @@ class Redactor:
             return value
         text = json.dumps(value)
         return REDACTED if any(pattern.search(text) for pattern in self._patterns) else value
-
-    def _text(self, text: str, *, nested: int) -> str:
-        redacted = self._masked(text)
-        if self.has_rules:
-            redacted = self._in_json(redacted, nested)
-            redacted = self._patterned(self._named_values(redacted))
-        return text if redacted == text else redacted
-
-    def _masked(self, text: str) -> str:
-        return self._secrets.redact(text)
 
     def _patterned(self, text: str) -> str:
         for pattern in self._patterns:
@@ -187,10 +180,6 @@ class Redactor:
                 newline = text.find("\n", found.end())
                 end = len(text) if newline < 0 else newline
         return "".join([*pieces, text[end:]])
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other
 
 
 def _digest(data: bytes) -> bytes:
