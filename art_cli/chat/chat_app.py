@@ -294,8 +294,9 @@ def _parse(wire: Wire, body: bytes) -> Request:
 
 
 def _with_headers(request: Request, headers: Headers) -> Request:
+    num_retries = headers.get(RETRIES, "")  # earlier sends, reported by the client's SDK
     fields: dict[str, Any] = {
-        "num_retries": _num_retries(headers),
+        "num_retries": int(num_retries) if re.fullmatch("[0-9]{1,4}", num_retries) else 0,
         "state": read_header(headers.get(STATE_HEADER, "")),
         "conversation": read_header(headers.get(CONVERSATION_HEADER, "")),
         "scenario": read_header(headers.get(SCENARIO_HEADER, "")),
@@ -304,12 +305,6 @@ def _with_headers(request: Request, headers: Headers) -> Request:
     if headers.get(RECORD_HEADER) == NO_RECORD:
         fields["is_recorded"] = False
     return msgspec.structs.replace(request, **fields) if fields else request
-
-
-def _num_retries(headers: Headers) -> int:
-    """Returns the number of earlier sends reported by the client's SDK; 0 for invalid values."""
-    reported = headers.get(RETRIES, "")
-    return int(reported) if re.fullmatch("[0-9]{1,4}", reported) else 0
 
 
 def _check_model(backend: Backend, name: str) -> None:

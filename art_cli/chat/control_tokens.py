@@ -216,7 +216,7 @@ class Guard:
 
     def messages(self, messages: Sequence[Json]) -> list[Json]:
         """Messages as a template gets them. Their roles stay, and so does a thought that the template looks for."""
-        return [self._message(message) for message in messages]
+        return [_same(each, {key: self._field(each, key, value) for key, value in each.items()}) for each in messages]
 
     def value(self, value: Any) -> Any:
         return self._value(value, is_free=False)
@@ -244,10 +244,6 @@ class Guard:
         if letter is None:
             raise invalid("the text uses every private-use character of Unicode, so its markers cannot be escaped")
         return letter
-
-    def _message(self, message: Json) -> Json:
-        guarded: Json = _same(message, {key: self._field(message, key, value) for key, value in message.items()})
-        return guarded
 
     def _field(self, message: Json, key: str, value: Any) -> Any:
         if key == "role" and value in ROLES:
@@ -301,14 +297,12 @@ class Guard:
     def _put(self, text: str, places: set[int]) -> str:
         letters = list(text)
         for place in places:
-            letters[place] = self._stand_in(letters[place])
+            letter = letters[place]
+            if letter not in self._stand_ins:
+                self._stand_ins[letter] = self.free()
+                self.letters[self._stand_ins[letter]] = letter
+            letters[place] = self._stand_ins[letter]
         return "".join(letters)
-
-    def _stand_in(self, letter: str) -> str:
-        if letter not in self._stand_ins:
-            self._stand_ins[letter] = self.free()
-            self.letters[self._stand_ins[letter]] = letter
-        return self._stand_ins[letter]
 
 
 def _same(value: Any, guarded: Any) -> Any:

@@ -200,7 +200,8 @@ async def serve(
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await _until_ready(server.is_ready, task)
-        yield f"http://{_authority(host)}:{listener.getsockname()[1]}"
+        name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # for clients on this machine
+        yield f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await asyncio.wait((task,), timeout=grace_s + GRACE_S)
@@ -228,12 +229,6 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {reason}; choose another port, or 0 for any free one"
         ) from None
     return listener
-
-
-def _authority(host: str) -> str:
-    """Returns the host name for clients on this machine of a server that listens on `host`."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"[{reachable}]" if ":" in reachable else reachable
 
 
 class _Server(uvicorn.Server):

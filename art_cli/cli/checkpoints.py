@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,10 +59,12 @@ def run(
     if digest is not None:
         _find(run, digest, as_json)
     elif adapter is not None:
-        made = run_checkpoints.import_start(adapter, run, base=None if base is None else _base_finder(base))
+        find = None if base is None else partial(_find_base, base)
+        made = run_checkpoints.import_start(adapter, run, base=find)
         print_result({"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}", as_json)
     elif fork is not None:
-        made = run_checkpoints.fork(RunDir(run), _place(run, fork), step=step)
+        new = run.resolve().parent / fork if Path(fork).name == fork else Path(fork)  # a bare name is beside the run
+        made = run_checkpoints.fork(RunDir(run), new, step=step)
         assert made.run is not None, made
         place = made.run.root
         given = f"name={place.name}"
@@ -93,20 +96,10 @@ def _find(root: Path, digest: str, as_json: bool) -> None:
     print_result([{"run": str(place), "step": step} for place, step in found], text, as_json)
 
 
-def _base_finder(base: str) -> Callable[[Path], str]:
-    """Returns a function that finds the base model, or builds one in its argument."""
+def _find_base(base: str, built: Path) -> str:
+    from art_cli.models.base_source import find_base
 
-    def find(built: Path) -> str:
-        from art_cli.models.base_source import find_base
-
-        return find_base(base, directory=Path.cwd(), built=built, named="--base")
-
-    return find
-
-
-def _place(run: Path, name: str) -> Path:
-    """Returns the new run's directory. A bare name is a sibling of the old run."""
-    return run.resolve().parent / name if Path(name).name == name else Path(name)
+    return find_base(base, directory=Path.cwd(), built=built, named="--base")
 
 
 def _as_table(entries: "Sequence[Listed]") -> str:

@@ -78,7 +78,8 @@ def examine() -> Iterator[Finding]:
         yield _check_extra(extra, modules, purpose)
     yield from check_auto()
     yield _check_configs()
-    yield _check_keys()
+    names = [name for name in KEYS if os.environ.get(name)]
+    yield Finding("keys", True, ", ".join(names) if names else f"none of {', '.join(KEYS)} is set")
 
 
 def _check_python() -> Finding:
@@ -167,11 +168,6 @@ def _check_configs() -> Finding:
 
     there_are = [f"{group} ({', '.join(variant_names(RunConfig, group))})" for group in groups(RunConfig)]
     return Finding("configs", True, "; ".join(there_are))
-
-
-def _check_keys() -> Finding:
-    names = [name for name in KEYS if os.environ.get(name)]
-    return Finding("keys", True, ", ".join(names) if names else f"none of {', '.join(KEYS)} is set")
 
 
 def _write_bundle(path: Path, findings: list[Finding], run: Path | None) -> None:

@@ -1,7 +1,6 @@
 """`art eval`: plays the evaluation scenarios with several policies, compares them, and checks gates."""
 
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,16 +14,13 @@ from art_cli.runtime.errors import GateError, RolloutError, UsageError
 ORDER = "art.eval.order"  # key for the order of options
 
 
-class InOrder(TyperCommand):
+class Command(TyperCommand):
     """The command `eval`, with --checkpoint and --endpoint in their common order."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [word.partition("=")[0] for word in args]
         ctx.meta[ORDER] = [option for option in options if option in ("--checkpoint", "--endpoint")]
         return super().parse_args(ctx, args)
-
-
-Command = InOrder
 
 
 def run(
@@ -112,11 +108,7 @@ def run(
         write_file(markdown, ci_files.eval_markdown(whole, hidden=hidden, link=link).encode())
     if faults:
         raise RolloutError(" | ".join(f"{name}: {fault}" for name, fault in faults.items()))
-    _refuse_missed([verdict.error for verdict in verdicts if verdict.error is not None])
-
-
-def _refuse_missed(missed: Sequence[Exception]) -> None:
-    """Raises GateError with all missed gates, or UsageError for an invalid gate."""
+    missed = [verdict.error for verdict in verdicts if verdict.error is not None]
     for error in missed:
         if len(missed) == 1 or isinstance(error, UsageError):
             raise error

@@ -48,7 +48,11 @@ def run(
     which = which_checkpoint(False, is_last)
     found = hunt(loaded, checkpoint, which, num_scenarios=num_scenarios, minutes=minutes, output=output)
     exploits = found.exploits()
-    print_result(_as_row(found, exploits), _as_text(found, exploits), as_json)
+    rows = [
+        {"attack": str(tried.attack), "score_mean": tried.mean, "scores": tried.scores, "reply": tried.example}
+        for tried in exploits
+    ]
+    print_result({**_numbers(found, exploits), "exploits": rows}, _as_text(found, exploits), as_json)
     if html is not None:
         from art_cli.runs.durable import write_file
 
@@ -63,14 +67,6 @@ def _numbers(found: "Hunt", exploits: "list[Tried]") -> dict[str, float]:
     median = statistics.median(found.honest_scores)
     honest = {"honest_median": median, "honest_best": found.reference, "floor": found.floor}
     return {**honest, "num_tried": len(found.tried), "num_exploits": len(exploits)}
-
-
-def _as_row(found: "Hunt", exploits: "list[Tried]") -> dict[str, object]:
-    rows = [
-        {"attack": str(tried.attack), "score_mean": tried.mean, "scores": tried.scores, "reply": tried.example}
-        for tried in exploits
-    ]
-    return {**_numbers(found, exploits), "exploits": rows}
 
 
 def _as_text(found: "Hunt", exploits: "list[Tried]") -> str:

@@ -18,7 +18,7 @@ from art_cli.config.compose import LoadedJudge, load_judge
 from art_cli.config.schema import FeedbackJudgeConfig, RulerJudgeConfig
 from art_cli.judges import Judge, make_judge, settings_of
 from art_cli.judges.costs import CostEstimate
-from art_cli.judges.files.judged_files import Group, TrajectoryFile
+from art_cli.judges.files.judged_files import TrajectoryFile
 from art_cli.judges.files.session import Session, Summary, judgeable, scored_groups
 from art_cli.judges.judge_groups import JudgeProgress
 from art_cli.judges.trial import require_keys
@@ -191,13 +191,6 @@ def refuse_owed(summary: Summary) -> None:
     raise JudgeError(f"{'; '.join(reasons)}{because}; the same command judges them again")
 
 
-def _estimate_group(judge: Judge, source: TrajectoryFile, group: Group) -> CostEstimate | None:
-    try:
-        return judge.estimate([trajectory for trajectory in source.load(group) if trajectory.error is None])
-    except RecursionError as error:
-        raise DataError("JSON is nested too deeply", source.path, group.first_line) from error
-
-
 def dry_run(
     loaded: LoadedJudge, source: TrajectoryFile, output: Path | None, *, is_partial: bool, as_json: bool
 ) -> None:
@@ -211,7 +204,11 @@ def dry_run(
     owed = [group for group in groups if group.group_id not in done]
     total = CostEstimate()
     for group in owed:
-        total += _estimate_group(judge, source, group) or CostEstimate()
+        try:
+            attempts = [trajectory for trajectory in source.load(group) if trajectory.error is None]
+            total += judge.estimate(attempts) or CostEstimate()
+        except RecursionError as error:
+            raise DataError("JSON is nested too deeply", source.path, group.first_line) from error
     threads.run(judge.close())
     price = "price unknown" if total.usd is None else f"about ${total.usd:.4f} plus the model's thoughts"
     text = (

@@ -50,15 +50,12 @@ def run(
                 raise
             faults.append(str(error))  # continue the sweep
             continue
-        print_result(_as_row(result), _as_text(result), as_json)
-        faults += [f"{result.root}: {fault}"] if (fault := result.closing["fault"]) else []
+        fault = result.closing["fault"] or None
+        fields = {name: value for name, value in asdict(result).items() if name != "closing"}
+        print_result(fields | {"root": str(result.root), "fault": fault}, _as_text(result), as_json)
+        faults += [f"{result.root}: {fault}"] if fault else []
     if faults:
         raise RunError(" | ".join(faults))
-
-
-def _as_row(result: "TrainResult") -> dict[str, object]:
-    fields = {**asdict(result), "root": str(result.root)}
-    return fields | {"fault": fields.pop("closing")["fault"] or None}
 
 
 def _as_text(result: "TrainResult") -> str:

@@ -64,7 +64,7 @@ class CommandRollout:
 
     async def play(self, policy: Policy, scenario: Json, *, is_alone: bool = False) -> Outcome:
         """Raises AttemptError if the program failed, and RolloutError if its first outcome has a wrong type."""
-        passed, withheld = _split(self._env)
+        passed = {name: value for name, value in child_environment().items() if is_passed(name, self._env)}
         environment = {
             **passed,
             **past_proxies(policy.base_url),
@@ -76,7 +76,7 @@ class CommandRollout:
             "ANTHROPIC_MODEL": policy.model,
         }
         environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # clients prefer it to the key
-        withheld = [name for name in withheld if name not in environment]
+        withheld = sorted(os.environ.keys() - passed.keys() - environment.keys())
         try:
             ended = await run_program(
                 self._command,
@@ -132,12 +132,6 @@ def _finite(digits: str) -> float:
     if not math.isfinite(value := float(digits)):
         raise ValueError(f"{digits} is not JSON, or larger than any float")
     return value
-
-
-def _split(env: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables for the program, and the names of withheld variables."""
-    passed = {name: value for name, value in child_environment().items() if is_passed(name, env)}
-    return passed, sorted(os.environ.keys() - passed.keys())
 
 
 def is_passed(name: str, env: Collection[str]) -> bool:

@@ -177,7 +177,10 @@ def read_outcome(value: Any, *, entry: str) -> Outcome:
     if not isinstance(outcome.metrics, dict) or not isinstance(outcome.metadata, dict):
         raise RolloutError(f"{entry}: metrics and metadata of an Outcome must be dicts")
     reward = None if outcome.reward is None else _number("reward", outcome.reward, entry)
-    metrics = {_name(name): _number(f"metric {name!r}", number, entry) for name, number in outcome.metrics.items()}
+    metrics = {
+        str(name).encode(errors="replace").decode(): _number(f"metric {name!r}", number, entry)
+        for name, number in outcome.metrics.items()
+    }
     return Outcome(reward=reward, metrics=metrics, metadata=_plain(outcome.metadata, entry))
 
 
@@ -198,10 +201,6 @@ def _plain(metadata: Json, entry: str) -> Json:
     if is_deep(plain):
         raise AttemptError("metadata", f"it cannot be written as JSON: it is nested more than {MAX_DEPTH} deep")
     return plain
-
-
-def _name(name: object) -> str:
-    return str(name).encode(errors="replace").decode()
 
 
 def _number(name: str, value: Any, entry: str) -> float:

@@ -460,7 +460,10 @@ class _AgentWatch:
         if self._is_proven:
             return
         error = trajectory.error or trajectory.failure
-        alike = _nature(error) if error else None
+        alike = None
+        if error:  # the error's kind and source line are equal for all rollouts with the same bug
+            place = re.search(r"\(([^()]+:\d+)\)$", error)
+            alike = error.partition(":")[0], place[1] if place else ""
         if alike is None or self._alike not in (None, alike):
             self._is_proven = True
             return
@@ -484,9 +487,3 @@ class _SilenceWatch:
         if self._has_calls and self._has_silent and not self._is_told:
             self._is_told = True
             log.warning("a rollout returned a reward and made no model call, while others made calls. %s", OWN_CLIENT)
-
-
-def _nature(error: str) -> tuple[str, str]:
-    """Returns the error's kind and source line, which are equal for all rollouts with the same bug."""
-    place = re.search(r"\(([^()]+:\d+)\)$", error)
-    return error.partition(":")[0], place[1] if place else ""

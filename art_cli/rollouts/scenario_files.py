@@ -275,16 +275,15 @@ def find_overlap(training: Sequence[Json], evaluation: Sequence[Json]) -> Overla
     """
     ids = {str(scenario["id"]) for scenario in training}
     same_id = [str(scenario["id"]) for scenario in evaluation if str(scenario["id"]) in ids]
-    trained, held_out = ([_content(scenario) for scenario in each] for each in (training, evaluation))
+    trained, held_out = (
+        [json.dumps({key: value for key, value in each.items() if key != "id"}, sort_keys=True) for each in scenarios]
+        for scenarios in (training, evaluation)
+    )
     if len(set(trained)) < len(trained) or len(set(held_out)) < len(held_out):
         return Overlap(same_id, [])
     known = set(trained)
     alike = [str(scenario["id"]) for scenario, text in zip(evaluation, held_out, strict=True) if text in known]
     return Overlap(same_id, [id for id in alike if id not in ids])
-
-
-def _content(scenario: Json) -> str:
-    return json.dumps({key: value for key, value in scenario.items() if key != "id"}, sort_keys=True)
 
 
 def _few(ids: Sequence[str]) -> str:

@@ -117,12 +117,9 @@ class Admission:
             raise _shutting_down()
         if self.num_in_flight >= self.concurrency + self.queue:
             message = f"{self.num_in_flight} requests are here already; try again later"
-            raise ChatError(429, message, "rate_limit_error", None, "overloaded", retry_after=str(self._retry_s()))
-
-    def _retry_s(self) -> int:
-        """Estimates the seconds until waiting requests are answered, based on the mean duration."""
-        rounds = self.num_waiting / self.concurrency
-        return max(1, min(LONGEST_RETRY_S, round(rounds * self._answer_s)))
+            wait_s = round(self.num_waiting / self.concurrency * self._answer_s)  # until the waiting ones are answered
+            retry_after = str(max(1, min(LONGEST_RETRY_S, wait_s)))
+            raise ChatError(429, message, "rate_limit_error", None, "overloaded", retry_after=retry_after)
 
 
 class Meter:

@@ -72,7 +72,9 @@ def build_tree(attempts: Sequence[Trajectory]) -> MessageTree:
 def _insert(tree: MessageTree, known: Known, messages: Sequence[Json], place: int) -> None:
     parent: int | None = None
     for number, message in enumerate(messages):
-        step = (parent, msgspec.json.encode(_plain(message), order="sorted"))
+        compared = {"role": message.get("role"), "content": message.get("content"), "reasoning": reasoning_of(message),
+                    "calls": calls_of(message), "name": message.get("name")}  # fmt: skip
+        step = (parent, msgspec.json.encode(compared, order="sorted"))  # without the random ids of tool calls
         node = known.get(step)
         if node is None:
             if len(tree.nodes) >= MAX_TREE_NODES:
@@ -83,12 +85,6 @@ def _insert(tree: MessageTree, known: Known, messages: Sequence[Json], place: in
         if place not in node.attempts[-1:]:
             node.attempts.append(place)
         parent = node.id
-
-
-def _plain(message: Json) -> Json:
-    """Returns the content used for comparing messages, without the random ids of tool calls."""
-    return {"role": message.get("role"), "content": message.get("content"), "reasoning": reasoning_of(message),
-            "calls": calls_of(message), "name": message.get("name")}  # fmt: skip
 
 
 def _node(number: int, parent: int | None, message: Json) -> Node:

@@ -98,7 +98,9 @@ class _Parts:
 
     def _add(self, answers: dict[str, bytes]) -> bool:
         """Adds a part if it fits."""
-        part = _packed(_object(answers))
+        part = _packed(
+            b"{" + b",".join(json.dumps(url).encode() + b":" + answer for url, answer in answers.items()) + b"}"
+        )
         size = len(part) + 3 + int(URL_SHARE * sum(map(len, answers)))
         if size > self._room:
             return False
@@ -115,10 +117,6 @@ class _Parts:
         """Returns everything as a JSON object without any "<"."""
         main = _packed(json_of({"answers": self._main, "where": self._where}))
         return json.dumps({"main": main, "parts": self._parts}).encode()
-
-
-def _object(answers: dict[str, bytes]) -> bytes:
-    return b"{" + b",".join(json.dumps(url).encode() + b":" + answer for url, answer in answers.items()) + b"}"
 
 
 def _packed(data: bytes) -> str:

@@ -105,7 +105,7 @@ def _own_row(head: _Head, number: int, labels: Labels) -> IndexRow:
     id = name(scenario.get("id", group) if isinstance(scenario, dict) else group, number)
     source = sys.intern(printable(head.source, limit=MAX_SOURCE)) if isinstance(head.source, str) else ""
     reward = head.returned_reward if head.reward is msgspec.UNSET else head.reward
-    num_turns, num_tokens = _counts(metrics) or _count(head)
+    num_turns, num_tokens = _count(head, metrics)
     return IndexRow(
         id=name(head.id, number),
         group=group,
@@ -176,17 +176,12 @@ def number_of(value: Any) -> float | None:
     return float(value) if is_number and abs(value) <= MAX_NUMBER else None
 
 
-def _counts(metrics: Json) -> tuple[int, int] | None:
-    """Returns the recorder's counts of turns and sampled tokens, if present."""
-    turns, tokens = number_of(metrics.get("num_turns")), number_of(metrics.get("num_sampled"))
-    return None if turns is None or tokens is None else (int(turns), int(tokens))
-
-
-def _count(head: _Head) -> tuple[int, int | None]:
-    """Counts turns and sampled tokens (None if not recorded)."""
-    turns = []
-    if bytes(head.turns):
-        turns = _TURNS.decode(head.turns)
+def _count(head: _Head, metrics: Json) -> tuple[int, int | None]:
+    """Returns the recorder's counts of turns and sampled tokens, or counts them (None if not recorded)."""
+    num_turns, num_tokens = number_of(metrics.get("num_turns")), number_of(metrics.get("num_sampled"))
+    if num_turns is not None and num_tokens is not None:
+        return int(num_turns), int(num_tokens)
+    turns = _TURNS.decode(head.turns) if bytes(head.turns) else []
     return len(turns), sum(len(turn.sampled_ids) for turn in turns) if turns else None
 
 

@@ -162,7 +162,9 @@ def show_turns(trajectory: Trajectory, texts: TokenTexts | None, learned: Learne
         kept = min(turn.kept, lengths[turn.parent]) if turn.parent is not None else 0
         lengths.append(kept + len(turn.prompt_ids) + len(turn.sampled_ids))
         if turn.parent is not None and kept:
-            segments.insert(0, _context(trajectory.turns, turn.parent, kept, texts, budget))
+            context = sequence(trajectory.turns, turn.parent)[:kept] if budget.takes(kept) else []
+            text = "" if texts is None else "".join(texts.pieces(context))
+            segments.insert(0, TurnSegment("context", text, kept))
         segments.append(_sampled(turn, index, texts, learned))
         conversation, message = _reply_of(trajectory, place)
         shown.append(
@@ -189,11 +191,6 @@ def _reply_of(trajectory: Trajectory, place: _Place) -> tuple[int | None, int | 
     if is_reply and conversation[place.num_messages - 1].get("role") == "assistant":
         return place.conversation, place.num_messages - 1
     return None, None
-
-
-def _context(turns: Sequence[Turn], parent: int, kept: int, texts: TokenTexts | None, budget: _Budget) -> TurnSegment:
-    text = "".join(texts.pieces(sequence(turns, parent)[:kept])) if texts is not None and budget.takes(kept) else ""
-    return TurnSegment("context", text, kept)
 
 
 def _sampled(turn: Turn, index: int, texts: TokenTexts | None, learned: Learned | None) -> TurnSegment:

@@ -1,5 +1,6 @@
 """Sources: the runs and files under a path: a run directory, a directory of runs or JSONL files, or a file."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,8 @@ class ViewSource:
         """True if the run's owner process is alive or the files changed a moment ago."""
         changed = self.index.modified
         if self.run is not None:
-            changed = max(changed, _modified(self.run.metrics_path))
+            with contextlib.suppress(OSError):
+                changed = max(changed, self.run.metrics_path.stat().st_mtime)
         return time.time() - changed < LIVE_S or (self.run is not None and _has_owner(self.run))
 
 
@@ -108,13 +110,6 @@ def _nothing_in(path: Path) -> str:
     run = next((parent for parent in path.resolve().parents if is_run(parent)), None)
     hint = f"it is part of the run {run}; name that" if run else "name a run, a directory of runs, or a JSONL file"
     return f"{path}: no run and no JSONL file in it; {hint}"
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _has_owner(run: RunDir) -> bool:

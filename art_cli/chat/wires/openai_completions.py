@@ -69,17 +69,18 @@ class OpenAICompletions(OpenAI):
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        choices = [
-            {
+        choices = []
+        for choice in reply.choices:
+            fields = {
                 "index": choice.index,
                 "text": _echo_text(request, choice) + choice.text,
                 "logprobs": _whole_logprobs(request, choice) if request.wants_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 **token_fields(request, choice),
-                **_prompt_ids(request, choice, reply),
             }
-            for choice in reply.choices
-        ]
+            if request.wants_token_ids:
+                fields["prompt_token_ids"] = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
+            choices.append(fields)
         return self._body("text_completion", request, reply, choices)
 
     def stream(self, request: Request) -> "_TextEvents":
@@ -123,11 +124,6 @@ def _echo_text(request: Request, choice: Choice) -> str:
     if choice.echo is None and not isinstance(request.prompt, str):
         raise invalid("echo: the upstream endpoint does not echo token ids", "echo")
     return choice.echo.text if choice.echo is not None else str(request.prompt)
-
-
-def _prompt_ids(request: Request, choice: Choice, reply: Reply) -> Json:
-    ids = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
-    return {"prompt_token_ids": ids} if request.wants_token_ids else {}
 
 
 def _whole_logprobs(request: Request, choice: Choice) -> Json:

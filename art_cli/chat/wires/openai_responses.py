@@ -164,23 +164,20 @@ def _response(request: Request, created: int, status: str, output: list[Json], c
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": request.model,
         "output": output,
-        "usage": None if counts is None else _usage(*counts),
+        "usage": counts
+        and {
+            "input_tokens": counts[0],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": counts[1],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": sum(counts),
+        },
         **repeated,
     }
 
 
 def _status(finish_reason: str) -> str:
     return "incomplete" if finish_reason == "length" else "completed"
-
-
-def _usage(num_prompt: int, num_sampled: int) -> Json:
-    return {
-        "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": num_sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_prompt + num_sampled,
-    }
 
 
 def _output(request: Request, choice: Choice) -> list[Json]:
@@ -317,7 +314,10 @@ class ResponseEvents:
 
     def render(self, chunk: Chunk) -> bytes:
         """Returns the events for a chunk, if any content is visible."""
-        events = self._begin(chunk) if self._last is None else b""
+        events = b""
+        if self._last is None:
+            begun = {"response": _response(self._request, chunk.created, "in_progress", [], None)}
+            events = self._event("response.created", begun) + self._event("response.in_progress", begun)
         self._last = chunk
         if chunk.is_last:  # a chunk with counts alone may follow
             self._finish_reason = chunk.choice.finish_reason
@@ -345,10 +345,6 @@ class ResponseEvents:
         whole = {**shown, "type": error.type, "param": error.param}
         failed = self._event("response.failed", {"response": body})
         return failed + self._event("error", {**shown, "param": error.param, "error": whole})
-
-    def _begin(self, chunk: Chunk) -> bytes:
-        body = _response(self._request, chunk.created, "in_progress", [], None)
-        return b"".join(self._event(f"response.{name}", {"response": body}) for name in ("created", "in_progress"))
 
     def _body(self, status: str) -> Json:
         """Returns the response after its last item is closed."""
@@ -574,11 +570,9 @@ def _chat_tools(tools: list[Json]) -> list[Json]:
     name, number = next(iter(Counter(name for name, _ in functions).most_common(1)), ("", 0))
     if number > 1:
         raise invalid(f"tools: {number} functions are named {name[:80]!r}", "tools")
-    return [{"type": "function", "function": {"name": name, **_described(tool)}} for name, tool in functions]
-
-
-def _described(tool: Json) -> Json:
-    return {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
+    kept = ("description", "parameters", "strict")
+    described = [(name, {key: tool[key] for key in kept if tool.get(key) is not None}) for name, tool in functions]
+    return [{"type": "function", "function": {"name": name, **fields}} for name, fields in described]
 
 
 def _tool_choice(asked: ResponsesBody, tools: list[Json]) -> str | Json:

@@ -52,7 +52,9 @@ def open_model(opened: Opened) -> tuple[Opened, Finding]:
             cure = misfit.cure or "take a smaller model, or more GPUs"
             return opened, Finding("model", False, misfit.problem, cure)
         note = describe_use(gpu_use(config, *sized), sized.model)
-    log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, _size(base))
+    num_bytes = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))  # 0 for a model on the hub
+    size = f" ({num_bytes / 1e9:.1f} GB)" if num_bytes else ""
+    log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, size)
     policy, weights = read_policy(Decided(loaded, engine_traits(config.engine, loaded.directory), base))
     assert policy is not None, "the engine does not bring its model"
     # A second epoch or a second node would show nothing new.
@@ -65,8 +67,8 @@ def open_model(opened: Opened) -> tuple[Opened, Finding]:
         tokenizer: Any = templated_tokenizer(config.model, base)
         message = f"{name}: {where} in {describe_processes(config)}"
     else:
-        tokenizer, size = weights.tokenizer, count_parameters(weights.model)
-        message = f"{name}: {size.whole / 1e6:.1f}M parameters, {size.trained / 1e6:.2f}M trained, {where}"
+        tokenizer, counts = weights.tokenizer, count_parameters(weights.model)
+        message = f"{name}: {counts.whole / 1e6:.1f}M parameters, {counts.trained / 1e6:.2f}M trained, {where}"
     opened = replace(opened, weights=weights, policy=policy, tokenizer=tokenizer, learner=learner)
     return opened, Finding("model", True, f"{message}{note}")
 
@@ -167,9 +169,3 @@ def check_disk(opened: Opened, part: SourcePart) -> Finding:
     free = shutil.disk_usage(existing).free
     message = f"about {needed / 1e9:.2f} GB needed under {config.runs}, {free / 1e9:.1f} GB free"
     return Finding("disk", needed < free, message, "" if needed < free else "free some, or set `runs` elsewhere")
-
-
-def _size(base: str) -> str:
-    """Returns the size of a directory's weights as text; "" for a model on the hub."""
-    size = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
-    return f" ({size / 1e9:.1f} GB)" if size else ""

@@ -73,7 +73,11 @@ def copy_project(directory: Path, target: Path, *, runs: Path, exclude: Sequence
             sizes.append((size, name))
             num_bytes += size
             if len(sizes) > MAX_FILES or num_bytes > MAX_BYTES:
-                raise UsageError(_too_much(directory, sizes))
+                largest = ", ".join(f"{name} ({size / MB:.1f} MB)" for size, name in sorted(sizes, reverse=True)[:3])
+                raise UsageError(
+                    f"{directory}: more than {MAX_FILES:,} files or {MAX_BYTES / MB:.0f} MB would be sent to each "
+                    f"node, such as {largest}; leave some out with rollout.cluster.exclude"
+                )
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target / name)
         except FileNotFoundError:  # removed meanwhile
@@ -115,14 +119,6 @@ def _is_sent(path: Path, directory: Path, runs: Path, exclude: Sequence[str]) ->
         return False
     name = path.relative_to(directory).as_posix()
     return not any(fnmatch(name, pattern.strip("/")) or fnmatch(path.name, pattern.strip("/")) for pattern in exclude)
-
-
-def _too_much(directory: Path, sizes: list[tuple[int, str]]) -> str:
-    largest = ", ".join(f"{name} ({size / MB:.1f} MB)" for size, name in sorted(sizes, reverse=True)[:3])
-    return (
-        f"{directory}: more than {MAX_FILES:,} files or {MAX_BYTES / MB:.0f} MB would be sent to each node, such as "
-        f"{largest}; leave some out with rollout.cluster.exclude"
-    )
 
 
 def main() -> None:
@@ -271,18 +267,13 @@ class RayRollout:
             if not self._places:
                 await self._begin(gateway)
         while not any(place.is_ready for place in self._places):
-            if (failed := self._failure()) is not None:
-                raise failed
+            failed = [place.failure for place in self._places if place.failure is not None]
+            if failed and all(not place.node or place.failure is not None for place in self._places):
+                raise failed[0]  # no actor can load the rollout
             progress(sum(place.node != "" for place in self._places), len(self._places))
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TELL_S)
-
-    def _failure(self) -> ArtError | None:
-        """Returns the error if no actor can load the rollout."""
-        if any(place.node and place.failure is None for place in self._places):
-            return None
-        return next((place.failure for place in self._places if place.failure is not None), None)
 
     async def _begin(self, gateway: str) -> None:
         number = self._num_wanted or self._fitting(await ask_facts())

@@ -49,20 +49,17 @@ def find_place(name: str, directory: str, args: Json) -> ServerAddress:
             raise UsageError(f"rollout.environment.args.{key}: only {kind} takes it, and {name!r} is none")
     if not is_url:
         given = {each: _variable("variables", each) for each in args["variables"]}
-        return ServerAddress("", _command(name, directory, given), {}, "", args["timeout_s"])
+        try:
+            words = shlex.split(name)
+        except ValueError as error:
+            raise UsageError(f"rollout.environment mcp/{name}: not a command line: {error}") from None
+        command = StdioServerParameters(command=words[0], args=words[1:], env=given, cwd=directory)
+        return ServerAddress("", command, {}, "", args["timeout_s"])
     transport = args["transport"] or ("sse" if httpx2.URL(name).path.rstrip("/").endswith("/sse") else "http")
     if transport not in ("http", "sse"):
         raise UsageError(f"rollout.environment.args.transport: 'http' or 'sse', not {transport!r}")
     headers = {header: _variable("headers", each) for header, each in (args["headers"] or {}).items()}
     return ServerAddress(name, None, headers, transport, args["timeout_s"])
-
-
-def _command(name: str, directory: str, variables: dict[str, str]) -> StdioServerParameters:
-    try:
-        words = shlex.split(name)
-    except ValueError as error:
-        raise UsageError(f"rollout.environment mcp/{name}: not a command line: {error}") from None
-    return StdioServerParameters(command=words[0], args=words[1:], env=variables, cwd=directory)
 
 
 def _variable(key: str, name: Any) -> str:
@@ -177,7 +174,11 @@ async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
             break
     else:
         raise ValueError(f"its list of tools has more than {MAX_PAGES} pages")
-    if (size := _size(list(found.values()))) > MAX_TOOLS:
+    try:
+        size = len(json.dumps(list(found.values())))
+    except (ValueError, RecursionError):
+        raise ValueError("a tool's schema is nested too deeply") from None
+    if size > MAX_TOOLS:
         raise ValueError(
             f"its tools are {size:,} characters of JSON; list the tools that the agent needs in args.tools"
         )
@@ -194,10 +195,3 @@ def _as_function(tool: Any) -> Json:
 
 def _shown_error(name: str) -> str:
     return printable(repr(name), limit=80)
-
-
-def _size(tools: list[Json]) -> int:
-    try:
-        return len(json.dumps(tools))
-    except (ValueError, RecursionError):
-        raise ValueError("a tool's schema is nested too deeply") from None

@@ -78,18 +78,14 @@ def _listed(names: list[str]) -> Listing:
     game, also = names[0], f"; also {', '.join(names[1:])}" if names[1:] else ""
     spec = _spec(game)
     try:
-        num_players, about = TextGame(game, Settings(game)).num_players, _about(spec)
+        num_players = TextGame(game, Settings(game)).num_players
+        about = first_sentence(vars(_game_class(spec)).get("__doc__") or "")  # empty for a placeholder
     except Exception as error:  # the boundary to the library
         python = ".".join(map(str, sys.version_info[:2]))
         words = f"does not parse in Python {python}: " if isinstance(error, SyntaxError) else ""
         return Listing(game, f"a game{also}", words + one_line(error))
+    about = f", {about.rstrip('.')}" if about else ""
     return Listing(game, f"{num_players} player{'s' if num_players > 1 else ''}{about}{also}")
-
-
-def _about(spec: Any) -> str:
-    """Returns the first sentence of the class's docstring; empty for a placeholder."""
-    about = first_sentence(vars(_game_class(spec)).get("__doc__") or "")
-    return f", {about.rstrip('.')}" if about else ""
 
 
 def _registry() -> dict[str, Any]:

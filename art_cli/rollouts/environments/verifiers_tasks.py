@@ -68,15 +68,11 @@ class Verifiers:
 
     def open(self, name: str, settings: Settings) -> "VerifiersEnvironment":
         _check_version()
-        _find_beside(settings.directory)
+        if settings.directory not in sys.path:  # tasksets beside the configuration, also for their tool servers
+            sys.path.append(settings.directory)
+            path = filter(None, [os.environ.get("PYTHONPATH"), settings.directory])
+            os.environ["PYTHONPATH"] = os.pathsep.join(path)
         return VerifiersEnvironment(name, settings)
-
-
-def _find_beside(directory: str) -> None:
-    """Makes a taskset from the configuration's directory importable, including for the taskset's tool servers."""
-    if directory not in sys.path:
-        sys.path.append(directory)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), directory]))
 
 
 def _check_version() -> None:

@@ -168,7 +168,10 @@ class ClientBackend:
         self._journal.check_room()
         if not request.id:  # the endpoint's own ids may repeat
             request = msgspec.structs.replace(request, id=uuid.uuid4().hex)
-        redacted = await self._redacted(request)
+        # the recorder reuses the redactor's cache
+        is_long = self._redactor.num_new_bytes(request) > READ_HERE_BYTES
+        redact = self._redactor.request
+        redacted = await self._reader.read(redact, request) if is_long else redact(request)
         prefixes = await self._prefixes(redacted)
         with self._conversations.calling(self._client, request, redacted, prefixes) as conversation:
             yield request, conversation
@@ -178,12 +181,6 @@ class ClientBackend:
         """Returns what the client gets. Recorded parts must not change, so replies are copied before."""
         part.policy = "" if self._is_blind else part.policy
         return part
-
-    async def _redacted(self, request: Request) -> Request:
-        """Redacts the request, in a thread if it is long. The recorder then reuses the redactor's cache."""
-        if self._redactor.num_new_bytes(request) <= READ_HERE_BYTES:
-            return self._redactor.request(request)
-        return await self._reader.read(self._redactor.request, request)
 
     async def _prefixes(self, redacted: Request) -> list[bytes]:
         """Returns the digests of the history, computed in a thread if its calls' arguments are long."""

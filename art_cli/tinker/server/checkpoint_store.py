@@ -253,12 +253,10 @@ class Store:
                     remove(path)
         for path in list(self.root.iterdir()):
             for at in self._places(path.name) if RUN_ID.fullmatch(path.name) else ():
-                if not self._is_being_saved(at) and self.notes(at) is None:
+                is_recent = time.time() - _last_written(self._notes_path(at)) < UNFINISHED_S
+                is_being_saved = is_recent and not self.path(at).is_dir()
+                if not is_being_saved and self.notes(at) is None:
                     self.delete(at)
-
-    def _is_being_saved(self, at: Place) -> bool:
-        """Returns True if the notes are recent and the directory does not exist yet."""
-        return not self.path(at).is_dir() and time.time() - _last_written(self._notes_path(at)) < UNFINISHED_S
 
     def _places(self, run: str) -> Iterator[Place]:
         for kind in KINDS:
