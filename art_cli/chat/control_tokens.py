@@ -84,25 +84,17 @@ class ControlTokens:
         found: set[int] = set()
         if _has(text, self._first):
             found = {match.start() for match in self._find.finditer(text)}
-            for whole in {text, text.rstrip()}:
-                if _has(whole[-self._longest :], self._first):
-                    found |= self._ends(text, len(whole))
-        for start in {0, len(text) - len(text.lstrip())}:
-            if _has(text[start : start + self._longest], self._last):
-                found |= self._starts(text, start)
+            for end in {len(text), len(text.rstrip())}:  # a part of a marker may end there
+                near = range(max(0, end - self._longest), end)
+                if _has(text[near.start : end], self._first):
+                    found |= {place for place in near if text[place] in self._first and text[place:end] in self._heads}
+        for start in {0, len(text) - len(text.lstrip())}:  # or begin there
+            near = range(start, min(len(text), start + self._longest))
+            if _has(text[start : near.stop], self._last):
+                found |= {end for end in near if text[end] in self._last and text[start : end + 1] in self._tails}
         if is_free and len(text) < self._longest and (inner := text.strip()) and inner in self._inner:
             found.add(len(text) - len(text.lstrip()))
         return found
-
-    def _ends(self, text: str, end: int) -> set[int]:
-        """Returns the start indices of partial markers that end at `end`."""
-        near = range(max(0, end - self._longest), end)
-        return {index for index in near if text[index] in self._first and text[index:end] in self._heads}
-
-    def _starts(self, text: str, start: int) -> set[int]:
-        """Returns the end indices of partial markers that begin at `start`."""
-        near = range(start, min(len(text), start + self._longest))
-        return {index for index in near if text[index] in self._last and text[start : index + 1] in self._tails}
 
     def marks_in(self, text: str) -> list[str]:
         return [match[0] + (match[match.lastindex] if match.lastindex else "") for match in self._find.finditer(text)]

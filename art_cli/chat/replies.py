@@ -192,16 +192,13 @@ class PieceQueue:
             if self._open not in self._waiting:
                 if isinstance(self._open, int) and not is_end and not _is_object(self._arguments):
                     return
-                self._begin(next(iter(self._waiting)))
+                if isinstance(self._open, int):
+                    self._ended.add(self._open)
+                self._open, self._arguments = next(iter(self._waiting)), ""
             for piece in self._waiting.pop(self._open):
                 if isinstance(self._open, int):
                     self._arguments += (piece.get("function") or {}).get("arguments") or ""
                 yield self._open, piece
-
-    def _begin(self, block: str | int) -> None:
-        if isinstance(self._open, int):
-            self._ended.add(self._open)
-        self._open, self._arguments = block, ""
 
 
 def _is_object(arguments: str) -> bool:
@@ -248,7 +245,12 @@ class ReplyBuilder:
         self._prompt_ids = chunk.prompt_ids or self._prompt_ids
         piece = chunk.choice
         whole = self._choices.setdefault(piece.index, Choice(index=piece.index, raw_logprobs=[], top_logprobs=[]))
-        _extend(whole, piece)
+        whole.text += piece.text
+        whole.is_masked |= piece.is_masked
+        whole.echo = whole.echo or piece.echo
+        whole.stop_string = piece.stop_string or whole.stop_string
+        for name in ("token_ids", "logprobs", "raw_logprobs", "tokens", "top_logprobs"):
+            getattr(whole, name).extend(getattr(piece, name) or ())
         if self._request.messages is not None:
             whole.message = whole.message or {"role": "assistant", "content": None}
             _extend_message(whole.message, {"content": piece.text} if piece.message is None else piece.message)
@@ -282,15 +284,6 @@ class ReplyBuilder:
             if choice.index not in self._ended:
                 choice.finish_reason = "cancelled"
         return msgspec.structs.replace(reply, choices=begun) if begun else None
-
-
-def _extend(whole: Choice, piece: Choice) -> None:
-    whole.text += piece.text
-    whole.is_masked |= piece.is_masked
-    whole.echo = whole.echo or piece.echo
-    whole.stop_string = piece.stop_string or whole.stop_string
-    for name in ("token_ids", "logprobs", "raw_logprobs", "tokens", "top_logprobs"):
-        getattr(whole, name).extend(getattr(piece, name) or ())
 
 
 def _finished(choice: Choice) -> Choice:

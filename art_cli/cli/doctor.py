@@ -70,31 +70,26 @@ def run(
 
 
 def examine() -> Iterator[Finding]:
-    yield _check_python()
-    yield _check_machine()
-    yield from check_gpu()
-    yield _check_base()
-    for extra, (modules, purpose) in EXTRAS.items():
-        yield _check_extra(extra, modules, purpose)
-    yield from check_auto()
-    yield _check_configs()
-    names = [name for name in KEYS if os.environ.get(name)]
-    yield Finding("keys", True, ", ".join(names) if names else f"none of {', '.join(KEYS)} is set")
-
-
-def _check_python() -> Finding:
-    version = platform.python_version()
     is_good = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    return Finding("python", is_good, version, "" if is_good else "use Python 3.11, 3.12 or 3.13")
-
-
-def _check_machine() -> Finding:
+    yield Finding("python", is_good, platform.python_version(), "" if is_good else "use Python 3.11, 3.12 or 3.13")
     free = shutil.disk_usage(Path.cwd()).free / GIB
     message = (
         f"{platform.system()} {platform.machine()}, {num_cores()} cores, {memory_size() / GIB:.0f} GiB memory, "
         f"{free:.0f} GiB disk free"
     )
-    return Finding("machine", True, message, "free some: a base model takes gigabytes" if free < 2 else "")
+    yield Finding("machine", True, message, "free some: a base model takes gigabytes" if free < 2 else "")
+    yield from check_gpu()
+    yield _check_base()
+    for extra, (modules, purpose) in EXTRAS.items():
+        yield _check_extra(extra, modules, purpose)
+    yield from check_auto()
+    from art_cli.config.overrides import groups, variant_names
+    from art_cli.config.schema import RunConfig
+
+    there_are = [f"{group} ({', '.join(variant_names(RunConfig, group))})" for group in groups(RunConfig)]
+    yield Finding("configs", True, "; ".join(there_are))
+    names = [name for name in KEYS if os.environ.get(name)]
+    yield Finding("keys", True, ", ".join(names) if names else f"none of {', '.join(KEYS)} is set")
 
 
 def check_gpu(python: Path | None = None) -> Iterator[Finding]:
@@ -160,14 +155,6 @@ def check_auto(machine: "Machine | None" = None) -> Iterator[Finding]:
         message += f"; 1 server, engine.replicas starts up to {num} on the {num} GPUs"
     yield Finding("engine", not choice.is_broken, message, choice.cure)
     yield Finding("learner", True, "auto chooses torch: it trains packs, and Unsloth one row at a time")
-
-
-def _check_configs() -> Finding:
-    from art_cli.config.overrides import groups, variant_names
-    from art_cli.config.schema import RunConfig
-
-    there_are = [f"{group} ({', '.join(variant_names(RunConfig, group))})" for group in groups(RunConfig)]
-    return Finding("configs", True, "; ".join(there_are))
 
 
 def _write_bundle(path: Path, findings: list[Finding], run: Path | None) -> None:

@@ -53,7 +53,11 @@ def run(
         if source.prompt is not None:
             raise UsageError(f"{checkpoint}: a prompt has no weights to export; its text is in its prompt.json")
         if gguf_adapter:
-            _show_adapter(gguf_export.export_adapter(source, output), push, token, as_json=as_json)
+            file = gguf_export.export_adapter(source, output)
+            url = _push(file.parent, push, token)
+            text = f"{file}: llama.cpp adds it to a GGUF file of the base: --lora {shlex.quote(str(file))}\n"
+            text += f"  pushed to {url}" if url else ""
+            print_result({"path": str(file.parent), "file": file.name, "url": url}, text, as_json)
             return
         dtype = gguf or dtype or (source.dtype if source.dtype != "auto" else "float32")
         if gguf is not None:
@@ -66,13 +70,6 @@ def run(
     text = _as_text(exported, dtype, source.quantize, is_gguf=gguf is not None) + (f"  pushed to {url}" if url else "")
     facts = {**exported._asdict(), "path": str(exported.path), "quantize": source.quantize, "dtype": dtype, "url": url}
     print_result(facts, text, as_json)
-
-
-def _show_adapter(file: Path, push: str | None, token: str | None, *, as_json: bool) -> None:
-    url = _push(file.parent, push, token)
-    text = f"{file}: llama.cpp adds it to a GGUF file of the base: --lora {shlex.quote(str(file))}\n"
-    text += f"  pushed to {url}" if url else ""
-    print_result({"path": str(file.parent), "file": file.name, "url": url}, text, as_json)
 
 
 def _as_text(exported: "Exported", dtype: str, quantize: str | None, *, is_gguf: bool) -> str:

@@ -122,7 +122,11 @@ def run(
 
         totals = threads.run(serve())
     summary = {"directory": str(loaded.trajectories), **totals._asdict()}
-    print_result(summary, _said(loaded, totals), as_json)
+    text_only = totals.num_trajectories - totals.num_exact
+    kinds = "all token for token" if not text_only else f"{text_only} of them with calls that are text only"
+    wrote = f"{totals.num_trajectories} trajectories in {totals.num_files} files, {kinds}"
+    wrote = f"{wrote if totals.num_files else 'nothing'}: {loaded.trajectories}"
+    print_result(summary, f"{totals.num_calls} calls answered; wrote {wrote}", as_json)
 
 
 class _Made(NamedTuple):
@@ -238,14 +242,6 @@ def _greet(
         f"Ctrl-C ends it and writes the last file; art judge reads each file"
     )
     print_result({"url": f"{root}/v1", "model": model, "directory": str(loaded.trajectories)}, text, as_json)
-
-
-def _said(loaded: "LoadedGateway", totals: "Totals") -> str:
-    """Returns the last line: written trajectories, and whether they are exact."""
-    text_only = totals.num_trajectories - totals.num_exact
-    kinds = "all token for token" if not text_only else f"{text_only} of them with calls that are text only"
-    wrote = f"{totals.num_trajectories} trajectories in {totals.num_files} files, {kinds}"
-    return f"{totals.num_calls} calls answered; wrote {wrote if totals.num_files else 'nothing'}: {loaded.trajectories}"
 
 
 def _known_secrets(keys: "Sequence[str]", endpoint: "Endpoint") -> "Secrets":

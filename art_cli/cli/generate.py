@@ -55,7 +55,10 @@ def run(
     if form is not None:
         write_traces(played, output, form)
     failures, rewards = count_failures(played), _rewards(played)
-    print_result(_as_row(output, failures, rewards), _as_text(output, failures, rewards), as_json)
+    row: dict[str, object] = {"output": str(output), "trajectories": failures.num_played, "failed": failures.num}
+    row |= {"commonest_cause": failures.cause or None, "num_alike": failures.num_alike, "reward_mean": rewards.mean}
+    row |= {"groups": rewards.num_groups, "groups_without_signal": rewards.num_without_signal}
+    print_result(row, _as_text(output, failures, rewards), as_json)
     learns_by = loaded.config.learns_by
     compares = learns_by.compares_rewards_alone and not learns_by.echo
     compares = compares and all(part.judge.name == "rollout" for part in loaded.config.by_source.values())
@@ -87,13 +90,6 @@ def _rewards(played: "Sequence[Trajectory]") -> _Rewards:
         return _Rewards(None, 0, 0)
     groups = [known(members) for members in group(played).values() if len(members) > 1]
     return _Rewards(fmean(rewards), len(groups), sum(not has_signal(each) for each in groups))
-
-
-def _as_row(output: Path, failures: "Failures", rewards: _Rewards) -> dict[str, object]:
-    row = {"output": str(output), "trajectories": failures.num_played, "failed": failures.num}
-    cause = {"commonest_cause": failures.cause or None, "num_alike": failures.num_alike}
-    signal = {"groups": rewards.num_groups, "groups_without_signal": rewards.num_without_signal}
-    return {**row, **cause, "reward_mean": rewards.mean, **signal}
 
 
 def _as_text(output: Path, failures: "Failures", rewards: _Rewards) -> str:

@@ -93,19 +93,14 @@ async def _serve(
         async with serve(build_app(answers, host=host, chat=relay), host, port, grace_s=1) as root:
             sys.stdout.write(f"{root}/\n")
             sys.stdout.flush()
-            if is_open:
-                _open_browser(f"{root}/")
+            has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+            if is_open and has_screen and sys.stdout.isatty():
+                import webbrowser
+
+                with contextlib.suppress(webbrowser.Error):
+                    webbrowser.open(f"{root}/")
             await asyncio.Event().wait()
     finally:
         answers.close()
         if relay is not None:
             await relay.close()
-
-
-def _open_browser(url: str) -> None:
-    import webbrowser
-
-    has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if has_screen and sys.stdout.isatty():
-        with contextlib.suppress(webbrowser.Error):
-            webbrowser.open(url)

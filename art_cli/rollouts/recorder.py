@@ -127,21 +127,19 @@ class Recorder:
         self.tools += [tool for tool in request.tools if tool not in self.tools]
         num_before = len(self.turns)
         for choice in reply.choices:
-            self._keep_calls(choice.message or {})
+            # Endpoints may omit ids or send other types of calls.
+            message = choice.message or {}
+            calls = message.get("tool_calls") or []
+            for call in calls:
+                if isinstance(id := call.get("id"), str) and (function := call.get("function")):
+                    self._arguments[id] = function.get("arguments") or ""
+            if calls and isinstance(first := calls[0].get("id"), str):
+                self._texts[first] = text_of(message.get("content"))
             if reply.prompt_ids and choice.token_ids and len(choice.logprobs) == len(choice.token_ids):
                 self._add_turn(request, reply, choice)
         # reversed because most clients continue with choice 0, and the current conversation is last
         conversations = [self._add_conversation(request, choice) for choice in reversed(reply.choices)]
         return Recorded(range(num_before, len(self.turns)), conversations)
-
-    def _keep_calls(self, message: Json) -> None:
-        """Stores the sampled form of a reply's tool calls. Endpoints may omit ids or send other types of calls."""
-        calls = message.get("tool_calls") or []
-        for call in calls:
-            if isinstance(id := call.get("id"), str) and (function := call.get("function")):
-                self._arguments[id] = function.get("arguments") or ""
-        if calls and isinstance(first := calls[0].get("id"), str):
-            self._texts[first] = text_of(message.get("content"))
 
     def leave(self, request: Request, reply: Reply | None) -> Recorded | None:
         """Records a call whose client left early. `reply` is the streamed part, if any."""

@@ -50,7 +50,9 @@ def export(source: Source, output: Path, *, kind: str, bound: float | None) -> E
             read = merged_export.load_written(source, temporary / "read", "float32")
             most = BOUNDS[kind] if bound is None else bound
             exported = merged_export.compare(output, wanted, logprobs(read, prompts), most)
-            _check_tokenizer(tokenizer, read.tokenizer, prompts)
+            for text in map(tokenizer.decode, prompts):
+                if tokenizer(text).input_ids != read.tokenizer(text).input_ids:
+                    raise DriftError(f"not written: the file's tokenizer reads a prompt differently: {text[:60]!r}")
         (directory / "Modelfile").write_text(modelfile(f"FROM ./{file.name}", tokenizer), encoding="utf-8")
         merged_export.write_card(directory, source, exported, kind)
     return exported
@@ -75,14 +77,6 @@ def export_adapter(source: Source, output: Path) -> Path:
 def file_name(name: str) -> str:
     """Replaces characters that may be invalid in a file name or Modelfile by "-"."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
-
-
-def _check_tokenizer(ours: Any, theirs: Any, prompts: list[list[int]]) -> None:
-    """Raises DriftError if the tokenizers encode a prompt's text differently."""
-    for ids in prompts:
-        text = ours.decode(ids)
-        if ours(text).input_ids != theirs(text).input_ids:
-            raise DriftError(f"not written: the file's tokenizer reads a prompt differently: {text[:60]!r}")
 
 
 class _Form(NamedTuple):

@@ -79,7 +79,14 @@ class Admission:
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """Counts a request in flight. Raises ChatError 503 unless open, and 429 for too many requests."""
-        self._check()
+        self.check_loaded()
+        if self.state == "draining":
+            raise _shutting_down()
+        if self.num_in_flight >= self.concurrency + self.queue:
+            message = f"{self.num_in_flight} requests are here already; try again later"
+            wait_s = round(self.num_waiting / self.concurrency * self._answer_s)  # until the waiting ones are answered
+            retry_after = str(max(1, min(LONGEST_RETRY_S, wait_s)))
+            raise ChatError(429, message, "rate_limit_error", None, "overloaded", retry_after=retry_after)
         self.num_in_flight += 1
         self._empty.clear()
         try:
@@ -110,16 +117,6 @@ class Admission:
         """Raises ChatError 503 while the model is loading."""
         if self.state == "loading":
             raise ChatError(503, "the model is being loaded", code="loading", retry_after=str(LOADING_RETRY_S))
-
-    def _check(self) -> None:
-        self.check_loaded()
-        if self.state == "draining":
-            raise _shutting_down()
-        if self.num_in_flight >= self.concurrency + self.queue:
-            message = f"{self.num_in_flight} requests are here already; try again later"
-            wait_s = round(self.num_waiting / self.concurrency * self._answer_s)  # until the waiting ones are answered
-            retry_after = str(max(1, min(LONGEST_RETRY_S, wait_s)))
-            raise ChatError(429, message, "rate_limit_error", None, "overloaded", retry_after=retry_after)
 
 
 class Meter:
@@ -174,24 +171,20 @@ class Middleware:
             self._note(scope, status, time.perf_counter() - begin)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
+        path, headers = scope["path"], Headers(scope=scope)
         is_completion = path in WIRES and scope["method"] == "POST"
         with ExitStack() as stack:
             try:
-                self._check_caller(scope)
+                if not self._keys:
+                    check_sender(scope["method"], headers)
+                elif path != HEALTH and not self._keys.admits(key := WIRES.key(path, headers)):
+                    raise wrong_key(key)
                 if is_completion:
                     stack.enter_context(self._admission.admitted())
             except ChatError as error:
                 await _refuse(error, scope, receive, send)
                 return
             await self._app(scope, receive, _until_taken(send) if is_completion else send)
-
-    def _check_caller(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        if not self._keys:
-            check_sender(scope["method"], headers)
-        elif scope["path"] != HEALTH and not self._keys.admits(key := WIRES.key(scope["path"], headers)):
-            raise wrong_key(key)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         path = scope["path"]

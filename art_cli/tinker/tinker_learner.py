@@ -196,7 +196,13 @@ class TinkerLearner(Learner):
 
     @contextlib.contextmanager
     def taking(self, plan: PlannedStep) -> Iterator[float]:
-        _check_temperatures(plan)
+        for sample in (sample for part in plan.parts for sample in part):
+            if others := sample.temperatures[sample.temperatures != 1].tolist():
+                raise LearnerError(
+                    f"trajectory {sample.trajectory_id}: sampled at temperature {others[0]:g}, and a server of the "
+                    "Tinker protocol computes logprobs at 1 only: rollout.sampling.temperature=1, and "
+                    "rollout.sampling.force=true where the agent sets its own"
+                )
         assert self.trainer.client is not None  # a saved client restores the number of steps
         try:
             yield self._rate
@@ -406,13 +412,3 @@ class TinkerLearner(Learner):
 
     def close(self) -> None:
         self.trainer.close()
-
-
-def _check_temperatures(plan: PlannedStep) -> None:
-    for sample in (sample for part in plan.parts for sample in part):
-        if others := sample.temperatures[sample.temperatures != 1].tolist():
-            raise LearnerError(
-                f"trajectory {sample.trajectory_id}: sampled at temperature {others[0]:g}, and a server of the Tinker "
-                "protocol computes logprobs at 1 only: rollout.sampling.temperature=1, and rollout.sampling.force=true "
-                "where the agent sets its own"
-            )

@@ -13,7 +13,7 @@ import contextlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -160,7 +160,10 @@ def find_groups(step: IndexedStep, query: Query) -> RowPage:
         holding = search(step, query.text)
         groups = [group for group in groups if any(row.id in holding for row in group.rows)]
     if query.sort != "index":
-        groups = _sorted(groups, KEYS[query.sort], is_descending=query.is_descending)
+        keyed = [(KEYS[query.sort](group), group) for group in groups]
+        known = [(value, group) for value, group in keyed if value is not None]
+        known.sort(key=lambda pair: pair[0], reverse=query.is_descending)
+        groups = [group for _, group in known] + [group for value, group in keyed if value is None]
     elif query.is_descending:
         groups.reverse()
     shown = groups[query.offset : query.offset + query.limit]
@@ -220,14 +223,6 @@ KEYS: dict[str, Key] = {
     "errors": lambda group: sum(row.error is not None for row in group.rows),
     "length": _length,
 }
-
-
-def _sorted(groups: Iterable[IndexedGroup], key: Key, *, is_descending: bool) -> list[IndexedGroup]:
-    """Sorts stably by key; groups without a key go to the end."""
-    keyed = [(key(group), group) for group in groups]
-    known = [(value, group) for value, group in keyed if value is not None]
-    known.sort(key=lambda pair: pair[0], reverse=is_descending)
-    return [group for _, group in known] + [group for value, group in keyed if value is None]
 
 
 # --- histogram --------------------------------------------------------------------------------------------------------

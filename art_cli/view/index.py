@@ -102,7 +102,10 @@ class IndexedStep:
         with self._lock:
             found = {path: stat for path in self.paths if (stat := _stat(path, self.root)) is not None}
             if any(self._is_replaced(path, stat) for path, stat in found.items()) or self._files.keys() - found.keys():
-                self._forget()
+                self.revision += 1
+                for held in (self._files, self._rows, self._groups, self.problems):
+                    held.clear()
+                self._labels, self.has_scores = Labels(), False
             for path in self.paths:
                 problem = f"{path.name}: skipped, because it is not a regular file, or a link that leads out of the run"
                 if path not in found and os.path.lexists(path) and problem not in self.problems:
@@ -116,12 +119,6 @@ class IndexedStep:
     def _is_replaced(self, path: Path, stat: os.stat_result) -> bool:
         known = self._files.get(path)
         return known is not None and (known.identity != (stat.st_dev, stat.st_ino) or stat.st_size < known.num_bytes)
-
-    def _forget(self) -> None:
-        self.revision += 1
-        for held in (self._files, self._rows, self._groups, self.problems):
-            held.clear()
-        self._labels, self.has_scores = Labels(), False
 
     def _advance(self, place: int, file: _File, until: float) -> bool:
         if file.num_bytes >= file.size:

@@ -80,9 +80,11 @@ def run_numbers(run: RunDir) -> Json:
         found["plan"] = None if (promise := run.promise()) is None else _plan(promise, report)
     except ArtError as error:
         found["problems"].append(str(error))
+    curves = _curves(lines)
+    times = curves.get("train", {})  # seconds of each stage by step
     found |= {
-        "metrics": _curves(lines),
-        "stages": _stages(lines),
+        "metrics": curves,
+        "stages": {name: times[f"{name}_s"] for name in ("sample", "judge", "train") if f"{name}_s" in times},
         "findings": [_finding(each) for each in report.findings],
         "checkpoints": run.checkpoint_steps(),
         "best_step": report.best.step if report.best is not None else None,
@@ -112,12 +114,6 @@ def _curves(lines: list[MetricsLine]) -> Json:
         for name, value in sound(line.metrics).items() if line.split != PAUSE else ():
             curves.setdefault(line.split, {}).setdefault(name, []).append([line.step, value])
     return dict(curves)
-
-
-def _stages(lines: list[MetricsLine]) -> Json:
-    """Returns the seconds of each stage by step: sampling, judging, training, evaluating."""
-    curves = _curves(lines).get("train", {})
-    return {name: curves[f"{name}_s"] for name in ("sample", "judge", "train") if f"{name}_s" in curves}
 
 
 def _plan(promise: Promise, report: RunReport) -> Json:

@@ -489,7 +489,9 @@ class OpenAIResponses(OpenAI):
             raise _unsupported("background", "this endpoint answers while the client waits")
         sampling = given_sampling(asked, max_tokens=asked.max_output_tokens)
         tools = _chat_tools(fields.get("tools") or [])
-        include, previous = _include_of(asked), asked.previous_response_id
+        include, previous = frozenset(asked.include or ()), asked.previous_response_id
+        if unknown := sorted(include - _INCLUDABLE):
+            raise _unsupported("include", f"{unknown[0][:80]!r} is not known here")
         return Request(
             id=uuid.uuid4().hex,
             model=asked.model,
@@ -555,13 +557,6 @@ def _repeated(fields: Json) -> Json:
             raise invalid(f"{name}: more than {_MAX_REPEATED} characters", name)
     repeated = {name: default if fields.get(name) is None else fields[name] for name, default in _REPEATED}
     return repeated | {"text": {"format": {"type": "text"}, **(fields.get("text") or {})}}
-
-
-def _include_of(asked: ResponsesBody) -> frozenset[str]:
-    include = frozenset(asked.include or ())
-    if unknown := sorted(include - _INCLUDABLE):
-        raise _unsupported("include", f"{unknown[0][:80]!r} is not known here")
-    return include
 
 
 def _chat_tools(tools: list[Json]) -> list[Json]:

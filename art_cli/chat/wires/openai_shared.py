@@ -322,7 +322,15 @@ class OpenAIEvents:
         wants_tokens = request.wants_logprobs or request.wants_token_ids
         has_tokens = wants_tokens and bool(chunk.choice.token_ids or chunk.choice.logprobs)
         if chunk.is_last or has_tokens or any(content.values()):
-            events += event(msgspec.json.encode(self._event_body(chunk, self._piece(chunk, content))))
+            has_logprobs = request.wants_logprobs and chunk.choice.logprobs
+            piece = {
+                "index": chunk.choice.index,
+                **content,
+                "logprobs": self.logprobs(chunk.choice) if has_logprobs else None,
+                "finish_reason": chunk.choice.finish_reason if chunk.is_last else None,
+                **token_fields(request, chunk.choice),
+            }
+            events += event(msgspec.json.encode(self._event_body(chunk, piece)))
         return events
 
     def finish(self) -> bytes:
@@ -363,16 +371,6 @@ class OpenAIEvents:
         choice = {"index": chunk.choice.index, "logprobs": None, **content, "finish_reason": None}
         body = self._event_body(chunk, choice)
         return event(msgspec.json.encode(body if prompt_ids is None else self.with_prompt(body, prompt_ids)))
-
-    def _piece(self, chunk: Chunk, content: Json) -> Json:
-        has_logprobs = self._request.wants_logprobs and chunk.choice.logprobs
-        return {
-            "index": chunk.choice.index,
-            **content,
-            "logprobs": self.logprobs(chunk.choice) if has_logprobs else None,
-            "finish_reason": chunk.choice.finish_reason if chunk.is_last else None,
-            **token_fields(self._request, chunk.choice),
-        }
 
     def _event_body(self, chunk: Chunk, choice: Json) -> Json:
         body = {**self._head(chunk), "choices": [choice]}

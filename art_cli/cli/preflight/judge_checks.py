@@ -60,7 +60,9 @@ def check_judge(opened: Opened, part: SourcePart) -> Finding | None:
 
 def _ask_once(opened: Opened, judge: Judge, expected: CostEstimate) -> tuple[str, str]:
     """Asks a judge that costs money. Returns the finding's message and cure; the cure may be "". Raises JudgeError."""
-    models, would = judge.title, _as_price(expected)
+    price = "at a price that is not known" if expected.usd is None else f"about ${expected.usd:.4f}"
+    tokens = expected.prompt_tokens + expected.completion_tokens
+    models, would = judge.title, f"{expected.calls} calls, about {tokens:,} tokens, {price}"
     if not opened.asks_judge:
         return f"{models}: not asked (--no-judge); asking once about two short attempts would take {would}", ""
     log.info("judge: asking %s once about two short attempts: %s", models, would)
@@ -70,9 +72,3 @@ def _ask_once(opened: Opened, judge: Judge, expected: CostEstimate) -> tuple[str
     is_sound = asked.right > asked.wrong
     cure = "" if is_sound else "it prefers no right answer to two plus two; look at judge.model and judge.rubric"
     return f"{models} gave a right answer {asked.right:g} and a wrong one {asked.wrong:g}: {took}", cure
-
-
-def _as_price(expected: CostEstimate) -> str:
-    price = "at a price that is not known" if expected.usd is None else f"about ${expected.usd:.4f}"
-    tokens = expected.prompt_tokens + expected.completion_tokens
-    return f"{expected.calls} calls, about {tokens:,} tokens, {price}"

@@ -265,7 +265,9 @@ class RayRollout:
         """Returns when an actor can play. Raises RolloutError, UsageError: none can load the rollout."""
         async with self._beginning:
             if not self._places:
-                await self._begin(gateway)
+                number = self._num_wanted or self._fitting(await ask_facts())
+                self._places = [_Place(self._make, {**self._played, "gateway": gateway}, self) for _ in range(number)]
+                self._keeping = [asyncio.create_task(place.keep()) for place in self._places]
         while not any(place.is_ready for place in self._places):
             failed = [place.failure for place in self._places if place.failure is not None]
             if failed and all(not place.node or place.failure is not None for place in self._places):
@@ -274,11 +276,6 @@ class RayRollout:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TELL_S)
-
-    async def _begin(self, gateway: str) -> None:
-        number = self._num_wanted or self._fitting(await ask_facts())
-        self._places = [_Place(self._make, {**self._played, "gateway": gateway}, self) for _ in range(number)]
-        self._keeping = [asyncio.create_task(place.keep()) for place in self._places]
 
     def _fitting(self, facts: ClusterFacts) -> int:
         """Returns the number of actors that fit on the free CPUs, between 1 and the number of attempts."""

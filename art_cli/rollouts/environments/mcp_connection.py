@@ -169,7 +169,11 @@ async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
                 continue
             if tool.name in found:
                 raise ValueError(f"it has two tools {_shown_error(tool.name)}")
-            found[tool.name] = _as_function(tool)
+            if not 0 < len(tool.name) <= MAX_NAME or not tool.name.isprintable() or " " in tool.name:
+                shown = _shown_error(tool.name)
+                raise ValueError(f"{shown} is not a valid tool name; list the tools that the agent needs in args.tools")
+            function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            found[tool.name] = {"type": "function", "function": function}
         if (cursor := page.next_cursor) is None:
             break
     else:
@@ -183,14 +187,6 @@ async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
             f"its tools are {size:,} characters of JSON; list the tools that the agent needs in args.tools"
         )
     return list(found.values())
-
-
-def _as_function(tool: Any) -> Json:
-    if not 0 < len(tool.name) <= MAX_NAME or not tool.name.isprintable() or " " in tool.name:
-        shown = _shown_error(tool.name)
-        raise ValueError(f"{shown} is not a valid tool name; list the tools that the agent needs in args.tools")
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 def _shown_error(name: str) -> str:

@@ -34,7 +34,6 @@ from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.config.schema import GatewayConfig
 from art_cli.rollouts.recorder import Attempted, Recorded, Retries, identity_of
 from art_cli.rollouts.rollout_gateway import Gateway, RecordingBackend
-from art_cli.serving.gateway.entries import JournalEntry
 from art_cli.serving.gateway.journal import Journal, Outline
 from art_cli.serving.gateway.journaled_recorder import About, JournaledRecorder, scenario_of
 from art_cli.serving.gateway.redaction import Redactor
@@ -101,7 +100,11 @@ class Conversations:
         young = [name for name in by_age if time.time() - outline.last_at(name) < self._config.idle_s]
         for name in young[-self._config.max_open :]:
             if entries := outline.read(name):
-                self._restore(entries)
+                first, last = entries[0], entries[-1]
+                conversation = self._open(About(first.conversation, first.client, first.name, first.scenario))
+                conversation.recorder.replay(entries, conversation.backend.remember)
+                conversation.last_at = time.monotonic() - max(0.0, time.time() - last.at)
+                self._count(conversation)
                 self._make_room()
         log.info("%d earlier conversations continue", len(self.open))
 
@@ -157,13 +160,6 @@ class Conversations:
         if about.name is not None:
             self._named[about.client, about.name] = conversation
         return conversation
-
-    def _restore(self, entries: Sequence[JournalEntry]) -> None:
-        first, last = entries[0], entries[-1]
-        conversation = self._open(About(first.conversation, first.client, first.name, first.scenario))
-        conversation.recorder.replay(entries, conversation.backend.remember)
-        conversation.last_at = time.monotonic() - max(0.0, time.time() - last.at)
-        self._count(conversation)
 
     def _note(self, conversation: Conversation, request: Request, recorded: Recorded) -> None:
         """Adds a recorded call's replies to the index."""

@@ -102,21 +102,18 @@ class JournaledRecorder(Recorder):
         """Restores the recorder from journal entries in order. Entries that cannot be recorded are left out."""
         for number, entry in enumerate(entries):
             try:
-                if entry.call is not None:
-                    self._replay_call(entry.call, on_call)
+                if (call := entry.call) is not None:
+                    request, reply = request_of(call, last=self._last()), reply_of(call, sequence=self._sequence())
+                    self.num_cancelled += call.is_left
+                    taken = self._take(request, reply, len(msgspec.json.encode(call)))
+                    if on_call is not None:
+                        on_call(request, taken)
                     continue
                 if entry.abandons is not None and (recorded := self._entries[entry.abandons]) is not None:
                     super().abandon(recorded)
             except Exception as error:  # the boundary to what an endpoint sent, or another version wrote
                 log.warning("entry %d of conversation %s is left out: %s", number, self.about.id, describe(error))
             self._entries[number:] = [None]
-
-    def _replay_call(self, call: CapturedCall, on_call: Callable[[Request, Recorded], None] | None) -> None:
-        request, reply = request_of(call, last=self._last()), reply_of(call, sequence=self._sequence())
-        self.num_cancelled += call.is_left
-        recorded = self._take(request, reply, len(msgspec.json.encode(call)))
-        if on_call is not None:
-            on_call(request, recorded)
 
     def _append(self, *, call: CapturedCall | None = None, abandons: int | None = None) -> int:
         id, client, name, scenario = self.about

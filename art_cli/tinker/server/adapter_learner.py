@@ -198,7 +198,11 @@ class AdapterLearner:
             total, num_tokens = total + float(value.detach()), num_tokens + len(new)
             if objective.is_clipped is not None:
                 num_clipped, clips = num_clipped + int(objective.is_clipped.sum()), True
-            found |= _by_datum(asked.order, new.detach().cpu().numpy(), data)
+            rows, start = new.detach().cpu().numpy(), 0
+            for index in asked.order:
+                end = start + data[index].num_terms
+                found[index] = data[index].whole(rows[start:end])
+                start = end
             if progress is not None:
                 progress(num_done, len(packs))
         if fault := next(filter(None, self.ranks.gather(fault, str)), ""):
@@ -269,16 +273,6 @@ def _total(parts: Sequence[_Part], num_data: int) -> Passed:
         num_tokens,
         sum(clipped) / max(1, num_tokens) if clipped else None,
     )
-
-
-def _by_datum(order: Sequence[int], values: Floats, data: Sequence[Datum]) -> dict[int, Floats]:
-    """Splits a pack's values by datum index: [n, K] each."""
-    found, start = {}, 0
-    for index in order:
-        size = data[index].num_terms
-        found[index] = data[index].whole(values[start : start + size])
-        start += size
-    return found
 
 
 def _setting(name: str, loss: TokenLoss, settings: Mapping[str, float]) -> float:

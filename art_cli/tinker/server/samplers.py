@@ -326,17 +326,13 @@ class Samplers:
         """Returns the samples, and logprobs of the last `last_n` prompt tokens (None: all). `on_wait` gets reasons."""
         assert isinstance(request.prompt, list)
         async with self.policies.using(policy, on_wait) as opened:
-            scores = await _prompt_scores(opened, request.prompt, last_n) if wants_prompt else None
+            scores = None
+            if wants_prompt:  # [L]: the initial token and tokens before the last `last_n` have NaN
+                scores = [float("nan"), *await opened.score(request.prompt)]
+                hidden = 0 if last_n is None else max(0, len(scores) - last_n)
+                scores[:hidden] = [float("nan")] * hidden
             async with asyncio.timeout(SAMPLE_DEADLINE_S):
                 reply = await opened.reply(request)
         num_tokens = sum(len(choice.token_ids) for choice in reply.choices) + len(scores or ())
         size = SMALL + TOKEN_BYTES * num_tokens
         return FutureAnswer(lambda: _as_json(reply, scores), lambda: _as_proto(reply, scores), size)
-
-
-async def _prompt_scores(opened: OpenPolicy, prompt: list[int], last_n: int | None) -> list[float]:
-    """Returns [L] prompt logprobs. The initial token and tokens before the last `last_n` have NaN."""
-    scores = [float("nan"), *await opened.score(prompt)]
-    hidden = 0 if last_n is None else max(0, len(scores) - last_n)
-    scores[:hidden] = [float("nan")] * hidden
-    return scores
