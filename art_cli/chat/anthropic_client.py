@@ -93,7 +93,6 @@ class AnthropicBackend(HttpBackend):
         self._max_tokens = max_tokens
 
     async def reply(self, request: Request) -> Reply:
-        """Raises ChatError as HttpBackend does."""
         async with self._post(request, is_stream=False) as response:
             return self._reply(request, await read_answer(response))
 

@@ -130,17 +130,13 @@ def cap_tokens(request: Request, most: int | None) -> Request:
     return msgspec.structs.replace(request, sampling=sampling, overridden={**request.overridden, "max_tokens": asked})
 
 
-def text_of(content: str | list[Json] | None) -> str:
+def text_of(content: str | list[Json] | None, between: str = "") -> str:
     """Returns a message's content as a string: text parts are joined, and null is empty."""
-    return _joined(content, "")
+    if isinstance(content, list):
+        return between.join(part.get("text") or part.get("refusal") or "" for part in content)
+    return content or ""
 
 
 def prompt_text(content: str | list[Json] | None) -> str:
     """Returns the same as a template gets it: parts are joined by line breaks, as vLLM joins them."""
-    return _joined(content, "\n")
-
-
-def _joined(content: str | list[Json] | None, between: str) -> str:
-    if isinstance(content, list):
-        return between.join(part.get("text") or part.get("refusal") or "" for part in content)
-    return content or ""
+    return text_of(content, "\n")

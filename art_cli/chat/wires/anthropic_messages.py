@@ -344,7 +344,6 @@ class AnthropicMessages(Anthropic):
     path = "/v1/messages"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """Returns the request in a JSON body. Raises ChatError 400."""
         parsed = _parse(body)
         if parsed.max_tokens is None:
             raise invalid("max_tokens: required", "max_tokens")

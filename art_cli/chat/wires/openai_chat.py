@@ -14,8 +14,11 @@ from art_cli.chat.requests import Json, Request, Sampling
 from art_cli.chat.wires.openai_shared import (
     Body,
     Count,
+    NamedSchema,
+    ObjectFormat,
     OpenAI,
     OpenAIEvents,
+    PlainFormat,
     parse_body,
     sampling_of,
     template_kwargs,
@@ -66,23 +69,8 @@ class _Tool(msgspec.Struct):
     type: Literal["function"]
 
 
-class _PlainFormat(msgspec.Struct, tag="text"):
-    """Any text."""
-
-
-class _ObjectFormat(msgspec.Struct, tag="json_object"):
-    """Any JSON object."""
-
-
-class _NamedSchema(msgspec.Struct):
-    schema: Json
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None  # True: exactly; otherwise as far as a grammar can express the schema
-
-
 class _SchemaFormat(msgspec.Struct, tag="json_schema"):
-    json_schema: _NamedSchema
+    json_schema: NamedSchema
 
 
 class ChatBody(Body, kw_only=True):
@@ -90,7 +78,7 @@ class ChatBody(Body, kw_only=True):
     max_completion_tokens: Count | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Tool | None = None
-    response_format: _PlainFormat | _ObjectFormat | _SchemaFormat | None = None
+    response_format: PlainFormat | ObjectFormat | _SchemaFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: Json | None = None  # vLLM's parameter
@@ -100,7 +88,6 @@ class OpenAIChat(OpenAI):
     path = "/v1/chat/completions"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """Returns the request in a JSON body. Raises ChatError 400."""
         fields, chat = parse_body(body, ChatBody)
         if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
@@ -116,7 +103,7 @@ class OpenAIChat(OpenAI):
             tools=fields.get("tools") or [],
             tool_choice=_tool_choice(chat),
             calls_in_parallel=fields.get("parallel_tool_calls") is not False,
-            response_format=None if isinstance(chat.response_format, _PlainFormat) else fields.get("response_format"),
+            response_format=None if isinstance(chat.response_format, PlainFormat) else fields.get("response_format"),
             template_kwargs=template_kwargs(chat.chat_template_kwargs or {}),
             is_stream=bool(chat.stream),
             **wanted_usage(chat),

@@ -47,7 +47,6 @@ class OpenAICompletions(OpenAI):
     path = "/v1/completions"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """Returns the request in a JSON body. Raises ChatError 400."""
         _, text = parse_body(body, CompletionBody)
         first, *others = prompts = _prompts(text.prompt)
         _check_size(prompts, text)

@@ -32,7 +32,10 @@ from art_cli.chat.wires.openai_shared import (
     HARMLESS,
     Count,
     Name,
+    NamedSchema,
+    ObjectFormat,
     OpenAI,
+    PlainFormat,
     Temperature,
     TopK,
     TopP,
@@ -434,23 +437,12 @@ class _NamedTool(msgspec.Struct):
     type: Literal["function"]
 
 
-class _PlainFormat(msgspec.Struct, tag_field="type", tag="text"):
-    """Any text."""
-
-
-class _ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
-class _SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
-    schema: Json
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None  # True: exactly; otherwise as far as a grammar can express the schema
+class _SchemaFormat(NamedSchema, tag_field="type", tag="json_schema"):
+    """In the Responses API, a schema's fields are the format's own."""
 
 
 class _TextOptions(msgspec.Struct):
-    format: _PlainFormat | _ObjectFormat | _SchemaFormat | None = None
+    format: PlainFormat | ObjectFormat | _SchemaFormat | None = None
     verbosity: str | None = None  # ignored, as in the other wires
 
 
@@ -480,7 +472,6 @@ class OpenAIResponses(OpenAI):
     path = "/v1/responses"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        """Returns the request in a JSON body. Raises ChatError 400."""
         fields = decode_object(body)
         _refuse_by_name(fields)
         asked = convert(fields, ResponsesBody)
@@ -579,7 +570,7 @@ def _tool_choice(asked: ResponsesBody, tools: list[Json]) -> str | Json:
 
 def _response_format(asked: ResponsesBody) -> Json | None:
     match asked.text.format if asked.text else None:
-        case _ObjectFormat():
+        case ObjectFormat():
             return {"type": "json_object"}
         case _SchemaFormat() as format:
             given = {"name": format.name, "description": format.description, "strict": format.strict}

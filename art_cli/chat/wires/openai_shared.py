@@ -54,6 +54,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
+class PlainFormat(msgspec.Struct, tag="text"):
+    """Any text."""
+
+
+class ObjectFormat(msgspec.Struct, tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct):
+    schema: Json
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # True: exactly; otherwise as far as a grammar can express the schema
+
+
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's parameter
@@ -310,7 +325,6 @@ class OpenAIEvents:
         self._last: Chunk | None = None
 
     def render(self, chunk: Chunk) -> bytes:
-        """Returns the events for a chunk, if the client asked for its content."""
         self._last = chunk
         self._num_prompt += len(chunk.prompt_ids or ())
         self._num_sampled += len(chunk.choice.token_ids)
