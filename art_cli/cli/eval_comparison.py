@@ -6,6 +6,7 @@ the first policy are paired.
 """
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -354,14 +355,11 @@ def _as_summary(rows: Sequence[MetricRow]) -> str:
         by_policy.setdefault(row.policy, {})[row.metric] = row
     columns = [*FIRST, *(metric for metric in evaluate.SPENT if any(metric in named for named in by_policy.values()))]
     lines = [f"{'policy':{NAME_WIDTH}s} " + " ".join(f"{column:>10s}" for column in columns)]
-    for name, named in sorted(by_policy.items(), key=lambda item: -_mean(item[1], "reward")):
+    means = {name: rows["reward"].value.mean if "reward" in rows else -math.inf for name, rows in by_policy.items()}
+    for name, named in sorted(by_policy.items(), key=lambda item: -means[item[0]]):
         cells = (f"{named[c].value.mean:10.4g}" if c in named else f"{'-':>10s}" for c in columns)
         lines.append(f"{_short(name):{NAME_WIDTH}s} " + " ".join(cells))
     return "\n".join(lines) + "\n"
-
-
-def _mean(rows: dict[str, MetricRow], metric: str) -> float:
-    return rows[metric].value.mean if metric in rows else float("-inf")
 
 
 def _as_table(rows: Sequence[MetricRow]) -> str:

@@ -39,15 +39,12 @@ def run(
     if form is not None and form not in READ:
         raise UsageError(f"--from: {no_such_option('format', form, READ)}")
     done = import_files(sources, output, form=form, group_by=group_by, reward=reward, min_reward=min_reward)
-    print_result(_as_row(output, done), "\n".join(_as_lines(output, done)), as_json)
-
-
-def _as_row(output: Path, done: "Imported") -> dict[str, object]:
     unread = done.unread.counts
     read = {"records": done.num_records, "attempts": done.num_attempts, "groups": len(done.groups)}
     having = {"with_tokens": done.num_with_tokens, "with_reward": done.num_rewarded, "failed": done.num_failed}
     left = {"below_min_reward": done.num_below, "not_read": unread.total(), "reasons": dict(unread.most_common(20))}
-    return {"output": str(output), **read, "formats": dict(done.formats), **having, **left}
+    row = {"output": str(output), **read, "formats": dict(done.formats), **having, **left}
+    print_result(row, "\n".join(_as_lines(output, done)), as_json)
 
 
 def _as_lines(output: Path, done: "Imported") -> list[str]:

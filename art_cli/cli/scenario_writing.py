@@ -88,13 +88,9 @@ class Tasks:
 
     def places(self, count: int) -> list[TaskPlan]:
         """Returns the next requests, balanced over tools, and over difficulties per tool."""
-        by_tool = Counter(tool for task in self.found for tool in task.get("tools", []) if isinstance(tool, str))
-        by_place = Counter(
-            TaskPlan(tool, task["difficulty"])
-            for task in self.found
-            for tool in task.get("tools", [])
-            if isinstance(tool, str) and isinstance(task.get("difficulty"), int)
-        )
+        by_tool = spread(self.found)[1]
+        rated = [task for task in self.found if isinstance(task.get("difficulty"), int)]
+        by_place = Counter(TaskPlan(tool, task["difficulty"]) for task in rated for tool in _names(task))
         places = []
         for _ in range(count):
             tool = min(self.tools, key=lambda name: by_tool[name])

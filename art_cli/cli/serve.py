@@ -175,7 +175,8 @@ def _choose_engine(
         choice = choose_engine(machine, obstacle=obstacle, base=first.base, python=python, quantize=first.quantize)
         log.info("engine %s (auto: %s)", choice.name, choice.reason)
         name = choice.name
-    endpoints = [_endpoint_key(source) for source in sources]
+    hosted = [_trained_engine([source]) if source.is_hosted else None for source in sources]
+    endpoints = [each and [each.get(key) for key in ("name", "base_url", "model")] for each in hosted]
     if "base_url" not in settings and any(each != endpoints[0] for each in endpoints):
         raise UsageError("prompts that were searched for different endpoints: start one server for each")
     has_prompts = all(source.prompt is not None for source in sources)
@@ -186,14 +187,6 @@ def _fit_in_one_server(sources: "Sequence[Source]") -> bool:
     """Returns whether one vLLM server can serve all of them: one source, or adapters on the same base."""
     bases = {(each.base, each.dtype, each.max_length, each.quantize) for each in sources}
     return len(sources) == 1 or (len(bases) == 1 and all(each.adapter is not None for each in sources))
-
-
-def _endpoint_key(source: "Source") -> tuple[object, ...] | None:
-    """Identifies the endpoint for a run's prompt. Returns None for local models."""
-    if not source.is_hosted:
-        return None
-    trained = _trained_engine([source])
-    return tuple(trained.get(key) for key in ("name", "base_url", "model"))
 
 
 def _endpoint_of(

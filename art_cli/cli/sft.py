@@ -14,7 +14,6 @@ from art_cli.runtime.errors import ConfigError, Problem, UsageError, printable
 
 if TYPE_CHECKING:
     from art_cli.config.compose import LoadedConfig
-    from art_cli.learners.sft.examples import Examples
     from art_cli.loop.warm_up import WarmUp
 
 
@@ -87,7 +86,11 @@ def run(
             stage_policy.save_learner(learner, output, loaded, base=base, step=step, metrics=metrics, source=source)
     counts = {"trained": len(examples.trained), "evaluated": len(examples.evaluated)}
     result = {"checkpoint": str(output), **counts, "metrics": metrics}
-    print_result(result, _as_text(output, examples, metrics), as_json)
+    what = "attempts" if "turns" in examples.trained[0] else "transcripts"
+    held_out = f", {len(examples.evaluated)} to evaluate on" if examples.evaluated else ""
+    lines = [f"{output}: sft on {len(examples.trained)} {what}{held_out}"]
+    lines += [f"  {printable(name)} {value:.6g}" for name, value in metrics.items()]
+    print_result(result, "\n".join(lines), as_json)
 
 
 def files_and_settings(demos: Path, words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -138,10 +141,3 @@ async def _make(warm_up: "WarmUp") -> dict[str, float]:
     interrupts = Interrupts(f"interrupted; finished work is in {warm_up.run.root}; the same command continues there")
     with interrupts.handled():
         return await make_warm_up(warm_up, interrupts)
-
-
-def _as_text(output: Path, examples: "Examples", metrics: dict[str, float]) -> str:
-    what = "attempts" if "turns" in examples.trained[0] else "transcripts"
-    held_out = f", {len(examples.evaluated)} to evaluate on" if examples.evaluated else ""
-    lines = [f"{output}: sft on {len(examples.trained)} {what}{held_out}"]
-    return "\n".join([*lines, *(f"  {printable(name)} {value:.6g}" for name, value in metrics.items())]) + "\n"
