@@ -157,7 +157,6 @@ def load_written(source: Source, directory: Path, dtype: str) -> Weights:
 
 
 def write_card(directory: Path, source: Source, exported: Exported, dtype: str) -> None:
-    """Writes the model card, README.md."""
     evaluation = {}
     if (run := source.trained_in) is not None and source.manifest is not None:
         lines = [line for line in run.metrics() if line.split == "eval" and line.step == source.step]

@@ -98,7 +98,6 @@ class WeightedSample(NamedTuple):
         return bool(np.isnan(self.old[self.in_policy]).any())
 
     def with_old(self, logprobs: Floats) -> "WeightedSample":
-        """Fills in unknown logprobs."""
         return self._replace(old=np.where(np.isnan(self.old), logprobs, self.old))
 
 

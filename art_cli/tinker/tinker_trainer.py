@@ -132,7 +132,6 @@ class RemoteTrainer:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def datum(self, sample: Sample, **numbers: Floats) -> Any:
-        """Returns the sample in the server's format."""
         return make_datum(self.types, sample, can_mask=MASK in self._extra, **numbers)
 
     @property

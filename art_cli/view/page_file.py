@@ -73,7 +73,6 @@ class _Parts:
         self.num_missed = 0  # parts that were built but did not fit
 
     def keep(self, made: "_Made") -> None:
-        """Adds mandatory answers."""
         for url, make in made:
             with contextlib.suppress(NotThere, ArtError):
                 self._main[url] = json.loads(json_of(make()))
@@ -97,7 +96,6 @@ class _Parts:
         return num
 
     def _add(self, answers: dict[str, bytes]) -> bool:
-        """Adds a part if it fits."""
         part = _packed(
             b"{" + b",".join(json.dumps(url).encode() + b":" + answer for url, answer in answers.items()) + b"}"
         )

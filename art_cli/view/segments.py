@@ -145,7 +145,6 @@ class _Budget:
         self._num = num
 
     def takes(self, num: int) -> bool:
-        """Takes `num` tokens if available."""
         is_enough = num <= self._num
         self._num -= num if is_enough else 0
         return is_enough

@@ -217,7 +217,6 @@ class _Routes:
 
 
 def page_file(name: str) -> bytes | None:
-    """Returns a file of the page, if built."""
     place = files("art_cli.view") / "app" / name
     return place.read_bytes() if place.is_file() else None
 

@@ -125,6 +125,5 @@ def reply_of(call: CapturedCall, *, sequence: bytes) -> Reply:
 
 
 def _count_equal(messages: list[Json], last: list[Json]) -> int:
-    """Counts equal leading messages."""
     pairs = enumerate(zip(messages, last, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(messages), len(last)))

@@ -186,7 +186,6 @@ class RemoteSession:
     # --- clients ------------------------------------------------------------------------------------------------------
 
     def new_trainer(self, base: str, *, rank: int, seed: int, attention: bool, mlp: bool) -> Any:
-        """Returns a training client with a new adapter."""
         return self.call(
             "a new adapter",
             lambda: self._service.create_lora_training_client(
@@ -258,7 +257,6 @@ class RemoteSession:
             self.server.tell(f"sessions/{self.session}/finish", {"reason": {"type": "success"}})
 
     def _told(self, error: Exception, what: str) -> RemoteError:
-        """Converts the error to a RemoteError."""
         sdk, url = self._sdk, self.server.url
         if isinstance(error, RemoteError):
             return error

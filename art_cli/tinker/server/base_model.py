@@ -130,7 +130,6 @@ def lora_of(adapter: Path) -> LoraConfig:
 
 
 def parts_of(lora: LoraConfig) -> Parts:
-    """Returns the adapted layers."""
     if isinstance(lora.targets, str):
         return Parts()
     return Parts(any(name in ATTENTION for name in lora.targets), any(name in MLP for name in lora.targets))

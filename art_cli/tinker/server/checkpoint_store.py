@@ -67,7 +67,6 @@ class Downloads:
 
 
 def tar_length(directory: Path) -> int:
-    """Returns the size of the directory's tar file in bytes."""
     size = sum(BLOCK + _padded(path.stat().st_size, BLOCK) for path in _files(directory))
     return _padded(size + 2 * BLOCK, tarfile.RECORDSIZE)
 

@@ -39,8 +39,6 @@ _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
 class TokenLoss(NamedTuple):
-    """A named loss."""
-
     values: Callable[[Tensor, Numbers, Tensor], Objective]  # (log p [N], numbers, datum of each term [N])
     needs: tuple[str, ...]  # required datum inputs
     # settings with defaults; None: required. A datum may override them per token

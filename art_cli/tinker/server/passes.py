@@ -53,8 +53,6 @@ class _Budget:
 
 
 class ForwardBackward(NamedTuple):
-    """A request for a pass over data."""
-
     model_id: str
     seq_id: int | None
     raw: list[RawDatum]
@@ -64,7 +62,6 @@ class ForwardBackward(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the decoded arrays in bytes."""
         return sum(array.nbytes for datum in self.raw for array in (datum.tokens, *datum.arrays.values()))
 
 

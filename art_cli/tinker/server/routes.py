@@ -71,7 +71,6 @@ class Routes:
         return reply({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
     async def telemetry(self, http: Request, owner: str) -> Response:
-        """Accepts and ignores telemetry."""
         await self.state.bodies.fields(http)
         return reply({"status": "accepted"})
 

@@ -114,7 +114,6 @@ def _as_json(reply: Reply, scores: list[float] | None) -> dict[str, Any]:
 
 
 def _as_proto(reply: Reply, scores: list[float] | None) -> bytes:
-    """Encodes a SampleResponse."""
     sequences = [
         messages.SampledSequence(
             stop_reason=int(choice.finish_reason == "length"),

@@ -226,7 +226,6 @@ class BackendService:
             await call_in_thread(self.base.close)
 
     async def _finish(self) -> None:
-        """Waits for running requests to finish."""
         await self.models.close()
         await self.futures.finish()
 

@@ -44,7 +44,6 @@ class Bodies:
         return (await self.signed(http))[0]
 
     async def signed(self, http: Request) -> tuple[Json, bytes]:
-        """Returns the body's fields and hash."""
         body = await self.raw(http)
         fields: Json = await self.reader.read(decode_object, body or b"{}")
         return fields, digest_of(http, body)
