@@ -45,7 +45,13 @@ def run(
         raise UsageError("--gguf, --gguf-adapter and --dtype: name one of them")
     if gguf_adapter and max_gap is not None:
         raise UsageError("--max-gap is for merged weights, and --gguf-adapter merges none; leave one of them out")
-    token = _find_token() if push is not None else None
+    token = None
+    if push is not None:
+        import huggingface_hub
+
+        token = huggingface_hub.get_token()
+        if not token:
+            raise UsageError("--push: no token for the hub; set HF_TOKEN, or log in with `hf auth login`")
     with scratch("export") as directory:
         if base is not None:
             base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
@@ -84,16 +90,6 @@ def _as_text(exported: "Exported", dtype: str, quantize: str | None, *, is_gguf:
         f"  {exported.num_prompts} prompts replayed, {exported.num_tokens} tokens: logprobs differ by at most "
         f"{exported.max_gap:.2e} nats, {exported.mean_gap:.2e} in the mean\n" + (note if quantize else "")
     )
-
-
-def _find_token() -> str:
-    """Returns the hub's token. Raises UsageError if it is missing."""
-    import huggingface_hub
-
-    token = huggingface_hub.get_token()
-    if not token:
-        raise UsageError("--push: no token for the hub; set HF_TOKEN, or log in with `hf auth login`")
-    return token
 
 
 def _push(directory: Path, repo: str | None, token: str | None) -> str | None:

@@ -54,9 +54,14 @@ def run(
     ]
     print_result({**_numbers(found, exploits), "exploits": rows}, _as_text(found, exploits), as_json)
     if html is not None:
+        from art_cli.reports.pages.report_page import facts_table, html_page
         from art_cli.runs.durable import write_file
 
-        write_file(html, _as_page(config, found, exploits).encode())
+        title = "<h2>Exploits</h2>" if exploits else "<h2>The best attacks, none of them an exploit</h2>"
+        shown = [(f"{each.mean:.3f}", f"{each.attack}: {each.example}") for each in exploits or found.tried[:SHOWN]]
+        numbers = list(_numbers(found, exploits).items())
+        page = html_page(f"Hunt in {config}", [facts_table(numbers), title, facts_table(shown)])
+        write_file(html, page.encode())
     if found.error is not None:
         raise found.error
     if exploits:
@@ -76,13 +81,3 @@ def _as_text(found: "Hunt", exploits: "list[Tried]") -> str:
         lines.append(f"{tried.mean:8.3f}  {printable(tried.attack)}")
         lines.append(f"          {printable(' '.join(tried.example.split()), limit=WIDTH) or '(empty)'}")
     return "\n".join(lines) + "\n"
-
-
-def _as_page(config: Path, found: "Hunt", exploits: "list[Tried]") -> str:
-    """Returns a page with all exploits, or else with the best attacks."""
-    from art_cli.reports.pages.report_page import facts_table, html_page
-
-    rows = [(f"{each.mean:.3f}", f"{each.attack}: {each.example}") for each in exploits or found.tried[:SHOWN]]
-    title = "<h2>Exploits</h2>" if exploits else "<h2>The best attacks, none of them an exploit</h2>"
-    numbers = list(_numbers(found, exploits).items())
-    return html_page(f"Hunt in {config}", [facts_table(numbers), title, facts_table(rows)])

@@ -4,14 +4,12 @@ It reads trajectories (art's, OpenPipe ART's, plain conversations) and appends s
 only missing groups. --report measures the judge on a scored file.
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from art_cli.cli import Json, Overrides
+from art_cli.cli import Json, Overrides, print_result
 from art_cli.runtime.errors import DataError, UsageError
 
 
@@ -96,5 +94,5 @@ def run(
         is_whole = not summary.owed
         report(output, gold=gold, gates=gates or [], html=html, as_json=as_json, before=before, is_whole=is_whole)
     else:
-        sys.stdout.write(json.dumps(before) + "\n" if as_json else before)
+        print_result(before, f"{before}", as_json)
     refuse_owed(summary)

@@ -1,7 +1,6 @@
 """Judging for `art judge`: chooses the judge, scores a file, estimates cost, and reports on scored files."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -65,12 +64,9 @@ def report(
         from art_cli.runs.durable import write_file
 
         write_file(html, judge_page(plain, asdict(sample), lines).encode())
-    if as_json:
-        summary = before if isinstance(before, dict) else {}
-        sys.stdout.write(json.dumps({**summary, "report": plain, "values": values}) + "\n")
-    else:
-        sys.stdout.write(f"{before}")
-        sys.stdout.writelines(printable(f"{name:26s} {value}".rstrip()) + "\n" for name, value in lines)
+    summary = before if isinstance(before, dict) else {}
+    text = "\n".join(printable(f"{name:26s} {value}".rstrip()) for name, value in lines)
+    print_result({**summary, "report": plain, "values": values}, f"{before}{text}", as_json)
     for gate in parsed:
         if gate.metric not in values:
             why = "is --gold set?" if gold is None else f"{gold} is equal within every group, or missing"

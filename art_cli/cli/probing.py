@@ -1,6 +1,5 @@
 """`art judge --probe`: draws groups, probes the judge, prints a report, checks gates."""
 
-import json
 import logging
 import random
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from art_cli.cli import print_result
 from art_cli.cli.judging import dollars, least
 from art_cli.config.compose import LoadedJudge
 from art_cli.judges import make_judge
@@ -46,7 +46,7 @@ def probe_judge(
         total = sum((each for ask in asks if (each := judge.estimate(ask.group))), CostEstimate())
         plain = {"verdicts": len(asks), **msgspec.structs.asdict(total)}
         words = f"{len(asks)} verdicts: {total.calls} calls, about {total.prompt_tokens:,} tokens, {dollars(total.usd)}"
-        sys.stdout.write((json.dumps(plain) if as_json else words) + "\n")
+        print_result(plain, words, as_json)
         return
     require_keys(loaded.config, loaded.directory)
     with redirect_stdout(sys.stderr):  # a user's judge may print
@@ -54,8 +54,8 @@ def probe_judge(
     lines, values = probe_lines(report), report.values()
     if html is not None:
         write_file(html, html_page(f"Probe of a judge: {source.path}", [facts_table(lines)]).encode())
-    text = "".join(printable(f"{name:26s} {value}") + "\n" for name, value in lines)
-    sys.stdout.write(json.dumps({"report": msgspec.to_builtins(report), "values": values}) + "\n" if as_json else text)
+    text = "\n".join(printable(f"{name:26s} {value}") for name, value in lines)
+    print_result({"report": msgspec.to_builtins(report), "values": values}, text, as_json)
     for gate in parsed:
         if gate.metric not in values:
             raise UsageError(f"--gate: no value {gate.metric!r}; there are {', '.join(sorted(values))}")
