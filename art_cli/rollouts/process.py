@@ -247,17 +247,13 @@ class RolloutProcess:
         try:
             return await self._calls.call(method, params, progress=progress)
         except ConnectionEnded as error:
-            status = await self._exit_of(child, is_at_fault=bool(error.fault))
+            if not error.fault:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(child.wait(), EXIT_GRACE_S)
+            child.terminate()
+            status = describe_exit(await child.wait())
             fault = f"; {error.fault}" if error.fault else ""
             raise AttemptError("process", f"its process ended ({status}{fault})", is_transport=True) from error
-
-    async def _exit_of(self, child: ChildProcess, *, is_at_fault: bool) -> str:
-        """Returns the exit status after the connection ended. Terminates the process if it is still running."""
-        if not is_at_fault:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(child.wait(), EXIT_GRACE_S)
-        child.terminate()
-        return describe_exit(await child.wait())
 
     async def _end(self) -> None:
         """Stops the process and its descendants, and forwards their remaining output."""

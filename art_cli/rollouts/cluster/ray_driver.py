@@ -265,7 +265,12 @@ class RayRollout:
         """Returns when an actor can play. Raises RolloutError, UsageError: none can load the rollout."""
         async with self._beginning:
             if not self._places:
-                number = self._num_wanted or self._fitting(await ask_facts())
+                number = self._num_wanted
+                if not number:  # as many as fit on the free CPUs, between 1 and the number of attempts
+                    free = (await ask_facts()).resources
+                    wanted = {"CPU": self._cluster["cpus"], **self._cluster["resources"]}
+                    fitting = min(int(free.get(name, 0.0) // amount) for name, amount in wanted.items())
+                    number = max(1, min(fitting, self._concurrency))
                 self._places = [_Place(self._make, {**self._played, "gateway": gateway}, self) for _ in range(number)]
                 self._keeping = [asyncio.create_task(place.keep()) for place in self._places]
         while not any(place.is_ready for place in self._places):
@@ -276,12 +281,6 @@ class RayRollout:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TELL_S)
-
-    def _fitting(self, facts: ClusterFacts) -> int:
-        """Returns the number of actors that fit on the free CPUs, between 1 and the number of attempts."""
-        wanted = {"CPU": self._cluster["cpus"], **self._cluster["resources"]}
-        number = min(int(facts.resources.get(name, 0.0) // amount) for name, amount in wanted.items())
-        return max(1, min(number, self._concurrency))
 
     def _make(self) -> Any:
         import ray
@@ -368,16 +367,13 @@ class _Place:
                 self._forget()
                 await asyncio.sleep(AGAIN_S)
             except Exception as error:  # raised by the rollout during loading, or by Ray
-                self._fail(error)
+                kind = type(error) if isinstance(error, ArtError) else RolloutError
+                text = str(error) if isinstance(error, ArtError) else describe(error)
+                self.failure = kind(f"rollout.cluster: node {self.node or 'of the cluster'}: {text}")
+                if any(place.is_ready for place in self._owner._places):
+                    log.warning("%s; other nodes play", self.failure)
+                self._forget()
                 await asyncio.sleep(FAILED_AGAIN_S)
-
-    def _fail(self, error: Exception) -> None:
-        kind = type(error) if isinstance(error, ArtError) else RolloutError
-        text = str(error) if isinstance(error, ArtError) else describe(error)
-        self.failure = kind(f"rollout.cluster: node {self.node or 'of the cluster'}: {text}")
-        if any(place.is_ready for place in self._owner._places):
-            log.warning("%s; other nodes play", self.failure)
-        self._forget()
 
     def _forget(self) -> None:
         self.is_ready, self.node = False, ""
