@@ -355,7 +355,7 @@ def _as_summary(rows: Sequence[MetricRow]) -> str:
         by_policy.setdefault(row.policy, {})[row.metric] = row
     columns = [*FIRST, *(metric for metric in evaluate.SPENT if any(metric in named for named in by_policy.values()))]
     lines = [f"{'policy':{NAME_WIDTH}s} " + " ".join(f"{column:>10s}" for column in columns)]
-    means = {name: rows["reward"].value.mean if "reward" in rows else -math.inf for name, rows in by_policy.items()}
+    means = {name: each["reward"].value.mean if "reward" in each else -math.inf for name, each in by_policy.items()}
     for name, named in sorted(by_policy.items(), key=lambda item: -means[item[0]]):
         cells = (f"{named[c].value.mean:10.4g}" if c in named else f"{'-':>10s}" for c in columns)
         lines.append(f"{_short(name):{NAME_WIDTH}s} " + " ".join(cells))

@@ -4,7 +4,7 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -152,7 +152,7 @@ def _choose_engine(
     *,
     is_trusted: bool = False,
 ) -> "EngineConfig":
-    """Returns the requested engine. Raises UsageError if an untrusted run names vLLM's program."""
+    """Returns the requested engine. Raises UsageError if an untrusted run names vLLM's program or an endpoint."""
     from art_cli.engines.vllm.arguments import ONLY_16_BITS
     from art_cli.loop.engine_choice import Machine, choose_engine
     from art_cli.serving.served_policies import check_trust, engine_config, read_knobs
@@ -167,7 +167,13 @@ def _choose_engine(
     if may_be_vllm and not is_trusted and first.run is not None:
         check_trust(trained, settings, place=first.run.config_path)
     if name == "auto" and first.is_hosted:
-        name = _endpoint_of(first, trained, settings, is_trusted=is_trusted)
+        name = str(trained.get("name"))
+        if not is_trusted and "base_url" not in settings:
+            where = printable(str(trained.get("base_url")), limit=200)
+            raise UsageError(
+                f"{first}: would send every request and your key to {where}; add --trust if this run is yours, or "
+                f"name the endpoint: --engine {name} --set base_url=URL --set model=NAME"
+            )
     if name == "auto":
         of_trained = trained.get("python") if trained.get("name") == "vllm" else None
         named = settings.get("python", of_trained)
@@ -187,20 +193,6 @@ def _fit_in_one_server(sources: "Sequence[Source]") -> bool:
     """Returns whether one vLLM server can serve all of them: one source, or adapters on the same base."""
     bases = {(each.base, each.dtype, each.max_length, each.quantize) for each in sources}
     return len(sources) == 1 or (len(bases) == 1 and all(each.adapter is not None for each in sources))
-
-
-def _endpoint_of(
-    source: "Source", trained: "Mapping[str, object]", settings: "Mapping[str, object]", *, is_trusted: bool
-) -> str:
-    """Returns the engine name for a prompt's endpoint. Raises UsageError for an untrusted run."""
-    name = str(trained.get("name"))
-    if not is_trusted and "base_url" not in settings:
-        where = printable(str(trained.get("base_url")), limit=200)
-        raise UsageError(
-            f"{source}: would send every request and your key to {where}; add --trust if this run is yours, or name "
-            f"the endpoint: --engine {name} --set base_url=URL --set model=NAME"
-        )
-    return name
 
 
 def _trained_engine(sources: "Sequence[Source]") -> dict[str, object]:

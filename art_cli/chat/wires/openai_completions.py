@@ -70,7 +70,7 @@ class OpenAICompletions(OpenAI):
     def render(self, request: Request, reply: Reply) -> bytes:
         choices = []
         for choice in reply.choices:
-            fields = {
+            fields: Json = {
                 "index": choice.index,
                 "text": _echo_text(request, choice) + choice.text,
                 "logprobs": _whole_logprobs(request, choice) if request.wants_logprobs else None,
