@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from art_cli.chat.replies import Choice, Reply
@@ -154,11 +155,9 @@ def _trained(tokens: Tokens) -> Iterator[tuple[list[int], list[int], list[float]
     if not all(isinstance(each, float | int) and each <= 1e-6 and math.isfinite(each) for each in logprobs):
         raise ValueError("logprobs are finite numbers of at most 0")
     start = 0
-    while start < len(sampled):
-        end = start + 1
-        while end < len(sampled) and mask[end] == mask[start]:
-            end += 1
-        if mask[start]:
+    for is_trained, run in groupby(mask):
+        end = start + len(list(run))
+        if is_trained:
             yield prompt + sampled[:start], sampled[start:end], [min(0.0, float(each)) for each in logprobs[start:end]]
         start = end
 

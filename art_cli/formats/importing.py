@@ -23,6 +23,7 @@ import msgspec
 from art_cli.formats import READ, READERS
 from art_cli.formats.imported_attempt import TracedAttempt, TraceReader, length_of
 from art_cli.runs import json_lines
+from art_cli.runs.durable import new_file
 from art_cli.runs.json_lines import MAX_LINE_BYTES
 from art_cli.runs.trajectory import Json, ScoredTrajectory
 from art_cli.runtime.errors import DataError, UsageError, describe, printable
@@ -260,7 +261,7 @@ def import_files(
         raise UsageError(f"{output}: already exists; name another file")
     done = Imported()
     make_directory(output.parent)
-    spool, beside = (output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.{end}") for end in ("spool", "tmp"))
+    spool = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.spool")
     try:
         with open(spool, "wb", opener=owner_only) as file:
             for trajectory, line in _trajectories(paths, done, form=form, group_by=group_by, reward=reward):
@@ -271,11 +272,9 @@ def import_files(
                 file.write(line + b"\n")
         if not done.num_attempts:
             raise DataError(_nothing(done, min_reward), ", ".join(map(str, paths)))
-        _write_groups(spool, beside, done)
-        beside.replace(output)
+        _write_groups(spool, output, done)
     finally:
-        for path in (spool, beside):
-            path.unlink(missing_ok=True)
+        spool.unlink(missing_ok=True)
     return done
 
 
@@ -388,14 +387,14 @@ def _count(done: Imported, trajectory: ScoredTrajectory) -> None:
     done.num_other_temperatures += any(turn.temperature != 1.0 for turn in trajectory.turns)
 
 
-def _write_groups(spool: Path, beside: Path, done: Imported) -> None:
+def _write_groups(spool: Path, output: Path, done: Imported) -> None:
     """Copies the trajectories and sets index and group size, which are only known after reading everything."""
     indexes: defaultdict[str, int] = defaultdict(int)
     ranks = {  # group -> original index -> rank; empty if original indexes repeat
         group: {index: rank for rank, index in enumerate(sorted(places))} if len(set(places)) == len(places) else {}
         for group, places in done.places.items()
     }
-    with open(spool, "rb") as file, open(beside, "wb", opener=owner_only) as out:
+    with open(spool, "rb") as file, new_file(output) as out:
         for line in file:
             trajectory = _SCORED.decode(line)
             # the order of a file exported by art is kept
@@ -404,6 +403,3 @@ def _write_groups(spool: Path, beside: Path, done: Imported) -> None:
             trajectory.id = trajectory.id or f"{trajectory.group_id}/{trajectory.index}"
             indexes[trajectory.group_id] += 1
             out.write(msgspec.json.encode(trajectory) + b"\n")
-        out.flush()
-        with contextlib.suppress(OSError):
-            os.fsync(out.fileno())

@@ -133,9 +133,8 @@ def _call(observation: Json) -> TracedCall:
     messages = [asked] if isinstance(asked, dict) and "role" in asked else asked
     if not isinstance(messages, list) or not messages:
         raise ValueError("a generation without input messages")
-    found = _get(observation, "modelParameters")
-    reply = _reply(answered)
-    return TracedCall(messages, reply, tools, sampling=sampling_of(_object(found)))
+    settings = _object(_get(observation, "modelParameters"))
+    return TracedCall(messages, _reply(answered), tools, sampling=sampling_of(settings))
 
 
 def _reply(output: Any) -> Json:

@@ -173,10 +173,8 @@ class OpenAILog(TraceReader):
             self._keep(id, without_instructions(request.get("instructions"), conversation))
         digests = _digests(conversation, self._texts)
         name = self._session(record, digests)
-        attempt = self._open.get(name)
         about = _about(record, group)
-        if attempt is None:
-            attempt = about
+        attempt = self._open.get(name, about)
         attempt.add(call)
         attempt.metrics |= about.metrics
         attempt.error = about.error or attempt.error
@@ -199,9 +197,8 @@ class OpenAILog(TraceReader):
 
     def _session(self, record: Json, digests: Sequence[bytes]) -> str:
         """Returns the attempt key for a call: a session key in the line, or the attempt whose reply it continues."""
-        metadata = record.get("metadata") if isinstance(record.get("metadata"), dict) else {}
-        for source in (record, metadata or {}):
-            for key in SESSIONS:
+        for source in (record, record.get("metadata")):
+            for key in SESSIONS if isinstance(source, dict) else ():
                 if isinstance(source.get(key), str | int):
                     return f"{key} {source[key]}"
         for digest in reversed(digests[:-2]):  # of the prompt without its last message
@@ -212,8 +209,7 @@ class OpenAILog(TraceReader):
 
 def _conversation(record: Json, group: str | None) -> TracedAttempt:
     """Parses a `messages` line. Raises ValueError without assistant messages."""
-    rows = with_system(as_list(record.get("messages"), "messages"), record.get("system"))
-    messages = [plain_message(each) for each in rows]
+    messages = with_system(as_list(record.get("messages"), "messages"), record.get("system"))
     attempt = _about(record, group)
     tools = as_list(record.get("tools"), "tools")
     for branch in [*as_list(record.get("branches"), "branches"), messages]:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import chain, takewhile
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import IO, Any
 
 import msgspec
@@ -152,11 +153,9 @@ def _header(spec: Json, plan: Json, saved: Saved, totals: LogTotals) -> Json:
 
 
 def _metrics(values: Sequence[float]) -> Iterator[Json]:
-    mean = sum(values) / len(values)
-    yield {"name": "mean", "value": mean, "params": {}}
+    yield {"name": "mean", "value": fmean(values), "params": {}}
     if len(values) > 1:
-        variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-        yield {"name": "stderr", "value": (variance / len(values)) ** 0.5, "params": {}}
+        yield {"name": "stderr", "value": stdev(values) / len(values) ** 0.5, "params": {}}
 
 
 def _summary(sample: Json) -> Json:

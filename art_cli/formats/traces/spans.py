@@ -16,7 +16,7 @@ several, each by a turn path of its length. Calls without measured times share t
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import msgspec
@@ -65,7 +65,7 @@ class ModelCall(NamedTuple):
     @property
     def tools(self) -> list[ToolUse]:
         results: dict[str, str] = {}
-        for message in _until_reply(self.conversation, self.place + 1):
+        for message in takewhile(lambda each: each.get("role") != "assistant", self.conversation[self.place + 1 :]):
             if message.get("role") == "tool":
                 results.setdefault(str(message.get("tool_call_id")), text_of(message.get("content")))
         return [tool._replace(result=results.get(tool.id)) for tool in tool_uses(self.reply)]
@@ -149,18 +149,8 @@ def _replies(conversation: Sequence[Json]) -> list[int]:
 
 
 def _prefixes(conversation: Sequence[Json]) -> list[int]:
-    hashes, before = [], 0
-    for message in conversation:
-        before = hash((before, repr(message)))
-        hashes.append(before)
-    return hashes
-
-
-def _until_reply(conversation: Sequence[Json], start: int) -> Iterator[Json]:
-    for place in range(start, len(conversation)):
-        if conversation[place].get("role") == "assistant":
-            return
-        yield conversation[place]
+    """Returns a hash of the messages up to each index."""
+    return list(accumulate(map(repr, conversation), lambda *pair: hash(pair), initial=0))[1:]
 
 
 class TracedRun(NamedTuple):

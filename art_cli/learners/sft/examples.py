@@ -39,7 +39,7 @@ from art_cli.models.tokenizer import stop_ids, template_cure
 from art_cli.rollouts.scenario_files import is_held_out
 from art_cli.runs.durable import read_lines, read_numbered
 from art_cli.runs.feedback import DEMONSTRATION, FeedbackEntry, latest
-from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn
+from art_cli.runs.trajectory import EQUAL_REWARDS, ScoredTrajectory, Trajectory, Turn, by_group
 from art_cli.runtime.errors import DataError, LearnerError, describe
 from art_cli.runtime.plugins import resolve
 
@@ -225,7 +225,7 @@ def best_attempts(path: Path, num: int, *, min_reward: float | None = None) -> l
 
 def _best_of_file(path: Path, num: int, min_reward: float | None) -> Iterator[Json]:
     feedback = latest(path.parent)
-    for group in _groups(path):
+    for group in by_group(read_lines(path, ScoredTrajectory)).values():
         edited = {each.id: demos for each in group if (demos := _edited(each, feedback.get(each.id, ())))}
         yield from _best([each for each in group if each.id not in edited], num, min_reward, path)
         for demos in edited.values():
@@ -248,14 +248,6 @@ def _edited(trajectory: Trajectory, feedback: Sequence[FeedbackEntry]) -> list[J
         demo = _convert({"messages": [*shown, entry.value], "tools": trajectory.tools}, f"feedback {entry.id}")
         found.append({"messages": demo.messages, "tools": demo.tools})
     return found
-
-
-def _groups(path: Path) -> Iterable[Sequence[ScoredTrajectory]]:
-    """Returns each group's attempts ordered by index; for duplicates, the last line counts."""
-    groups: dict[str, dict[int, ScoredTrajectory]] = {}
-    for trajectory in read_lines(path, ScoredTrajectory):
-        groups.setdefault(trajectory.group_id, {})[trajectory.index] = trajectory
-    return [[members[index] for index in sorted(members)] for members in groups.values()]
 
 
 def _best(group: Sequence[ScoredTrajectory], num: int, min_reward: float | None, path: Path) -> list[Json]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from art_cli.formats.imported_attempt import plain_message, plain_tool, with_system
+from art_cli.formats.imported_attempt import as_list, plain_message, plain_tool, with_system
 from art_cli.runtime.errors import one_line
 from art_cli.runtime.processes.plain_json import MAX_CHAT_DEPTH, is_deep
 
@@ -169,6 +169,4 @@ def _list(value: Any, name: str) -> list[Any]:
             value = _decode(value)
         except ValueError as error:
             raise ValueError(f"{name!r} is text that is not JSON; write a list ({error})") from None
-    if not isinstance(value, list | None):
-        raise ValueError(f"{name!r} is a {type(value).__name__}, not a list")
-    return value or []
+    return as_list(value, name)
