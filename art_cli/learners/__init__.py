@@ -120,10 +120,7 @@ class LearnerSetup:
 
 
 class Learner(Protocol):
-    """Updates the policy. Failures raise LearnerError, CheckpointError or DriftError.
-
-    The built-in learners are subclasses and inherit the default members.
-    """
+    """Updates the policy. Raises LearnerError, CheckpointError or DriftError. Built-in learners inherit from it."""
 
     payer: "Payer | None" = None
     """Counts the cost of the learner's model calls; None for learners that make no calls."""
@@ -170,9 +167,7 @@ class Learner(Protocol):
         """Returns [L - 1] logprobs in nats, for every token but the initial one."""
 
     def measure(self, before: Probe | None = None) -> Probe:
-        """Returns a probe of the current weights. It reuses the text of `before`, an earlier probe of the same base
-        model.
-        """
+        """Returns a probe of the current weights, on the text of `before`, an earlier probe of the same base model."""
 
     def save(self, directory: Path) -> None:
         """Writes adapter, tokenizer, optimizer and RNG into a checkpoint directory. The caller writes the manifest."""

@@ -98,10 +98,7 @@ class Optimizer:
         return clip_limit(self.config, self.counts.norms)
 
     def clip(self, limit: float | None = None) -> float:
-        """Scales gradients down to `limit` if their norm exceeds it. Returns the norm before scaling.
-
-        The default limit is `clip_limit()`.
-        """
+        """Scales gradients down to `limit` (default: `clip_limit()`), and returns the norm before scaling."""
         limit = self.clip_limit() if limit is None else limit
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
         self._norm = float(self.ranks.whole(norm))
@@ -146,10 +143,7 @@ class Optimizer:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns each parameter's moments as `<name>:<moment>`; empty before any update.
-
-        For a parameter below float32, `<name>:copy` is the float32 copy.
-        """
+        """Returns moments as `<name>:<moment>`, and float32 copies as `<name>:copy`; empty before any update."""
         tensors = {
             f"{name}:{which}": tensor
             for name, updated in self._updated.items()
@@ -190,8 +184,8 @@ class Optimizer:
     def snapshot(self) -> "Snapshot":
         """Returns a copy of all state that an update changes, on the CPU."""
         return Snapshot(
-            {name: _copied_to_cpu(parameter.detach()) for name, parameter in self.parameters.items()},
-            {name: _copied_to_cpu(tensor) for name, tensor in self.tensors().items()},
+            {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters.items()},
+            {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors().items()},
             msgspec.structs.replace(self.counts),
         )
 
@@ -237,10 +231,6 @@ def _refresh(copy: torch.nn.Parameter, parameter: torch.nn.Parameter) -> None:
     value = parameter.detach().to(copy.device)
     copy.copy_(torch.where(copy.to(value.dtype) == value, copy, value.to(copy.dtype)))
     copy.grad = None if parameter.grad is None else parameter.grad.to(copy.device, copy.dtype)
-
-
-def _copied_to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", copy=True)
 
 
 class Snapshot(msgspec.Struct, frozen=True):

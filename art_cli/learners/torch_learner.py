@@ -140,7 +140,6 @@ class TorchLearner(Learner):
             raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
         self.weights, self.loss = weights, loss
         self.train_config, self.sft_config = train, setup.sft
-        self.kl, self.echo = loss.kl, loss.echo
         self.algorithm = build_algorithm(loss, max_tokens=setup.sampling_max_tokens, directory=setup.directory)
         self.ranks = ranks or Ranks()
         self.runner = PackRunner(weights, learner, self.ranks)
@@ -151,7 +150,8 @@ class TorchLearner(Learner):
         self._learned: list[LearnedTrajectory] = []  # last step's lines, until they are written
         self._region: TrustRegion | None = None  # of the present step
         self.packing = PackingCheck(self.runner)
-        self.algorithm.bind(Reader(self.runner, self.packing), setup.directory)
+        self.reader = Reader(self.runner, self.packing)
+        self.algorithm.bind(self.reader, setup.directory)
         self.parameters = {name: p for name, p in weights.model.named_parameters() if p.requires_grad}
         self.optimizer_device = torch.device("cpu") if learner.offload_optimizer else None
         self.optimizer = Optimizer(self.parameters, train, device=self.optimizer_device, ranks=self.ranks)
@@ -255,9 +255,8 @@ class TorchLearner(Learner):
         if len(ids) < 2:
             return []
         sample = bare_sample(ids, np.arange(1, len(ids)), "probe", temperature=temperature or 1.0)
-        with self._running(sample), torch.no_grad():
-            [pack] = self.runner.pack([sample])
-            scores: list[float] = self.runner.run(pack).logprobs[pack.terms.edges].tolist()
+        with self.naming_memory():
+            scores: list[float] = self.reader.logprobs([sample])[0].tolist()
         return scores
 
     def measure(self, before: Probe | None = None) -> Probe:
@@ -455,9 +454,7 @@ class TorchLearner(Learner):
 
     @contextlib.contextmanager
     def _changing_weights(self, sample: Sample, *, batch: Sequence[Sample] = ()) -> Iterator[None]:
-        """Like `_running`, but for changing weights: clears gradients and bumps the version so that caches are
-        invalidated.
-        """
+        """Like `_running`, for changing weights: clears gradients, and raises the version to invalidate caches."""
         with self._running(sample, batch=batch):
             try:
                 yield

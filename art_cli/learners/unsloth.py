@@ -21,6 +21,7 @@ import torch
 from art_cli.config.schema import LoraConfig, ModelConfig
 from art_cli.models import precision
 from art_cli.models.adapters import with_adapter
+from art_cli.models.model_shape import length_of
 from art_cli.models.weights import Weights, token_logprobs
 from art_cli.runtime.errors import LearnerError, UsageError
 from art_cli.runtime.processes.child import kept_from_children
@@ -29,7 +30,6 @@ from art_cli.runtime.scratch import user_cache
 FLOOR = "2026.10"  # oldest version that pyproject.toml allows
 CPU_FLOOR = "2026.10.9"  # oldest version that runs without a GPU; older versions raise NotImplementedError at import
 NEEDED = ("torch", "transformers", "peft", "trl", "unsloth_zoo")  # packages whose versions Unsloth checks at import
-DEFAULT_LENGTH = 4096  # context in tokens for a model whose config does not give one
 
 
 def obstacle() -> str | None:
@@ -76,7 +76,7 @@ def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch
     """Returns the base with a fresh adapter, as a PeftModel. Raises LearnerError if Unsloth cannot do it."""
     if config.lora is None:
         raise LearnerError("learner 'unsloth' trains LoRA adapters only: set model.lora, or learner=torch")
-    unsloth, model = _load(config, base, dtype, seed)
+    unsloth, model = _load(config, base, place, dtype, seed)
     with _kept_apart():
         try:
             model = unsloth.FastLanguageModel.get_peft_model(
@@ -91,8 +91,6 @@ def load_model(config: ModelConfig, base: str, place: torch.device, dtype: torch
             )
         except ValueError as error:
             raise UsageError(f"model.lora.targets: {str(error).strip().splitlines()[0]}") from error
-    _check(model, config, place)
-    precision.keep_layout(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -105,10 +103,7 @@ def load_bare(config: ModelConfig, base: str, place: torch.device, dtype: torch.
     The clients share Unsloth's base forward passes. Unsloth's fused adapter passes are not used, because they assume a
     single adapter. Raises LearnerError if Unsloth cannot do it.
     """
-    _, model = _load(config, base, dtype, seed)
-    _check(model, config, place)
-    precision.keep_layout(model)
-    return model
+    return _load(config, base, place, dtype, seed)[1]
 
 
 def check_adapters(weights: Weights) -> None:
@@ -128,17 +123,20 @@ def check_adapters(weights: Weights) -> None:
         )
 
 
-def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tuple[ModuleType, Any]:
+def _load(config: ModelConfig, base: str, place: torch.device, dtype: torch.dtype, seed: int) -> tuple[ModuleType, Any]:
     """Returns the Unsloth module and the loaded base."""
     if (reason := obstacle()) is not None:
         raise LearnerError(f"learner 'unsloth' cannot run here: {reason}, or set learner=torch")
     if config.quantize is not None:
         precision.require_bitsandbytes()
     unsloth = _import()
+    import transformers
+
+    shape = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
     with _kept_apart():
         model, _ = unsloth.FastLanguageModel.from_pretrained(
             model_name=base,
-            max_seq_length=config.max_length or _own_length(base),
+            max_seq_length=length_of(config, shape),
             dtype=dtype,
             load_in_4bit=config.quantize == "4bit",
             # otherwise Unsloth may load a copy in another quantization, which the engine lacks
@@ -146,13 +144,14 @@ def _load(config: ModelConfig, base: str, dtype: torch.dtype, seed: int) -> tupl
             use_gradient_checkpointing=False,  # PackRunner does it, by learner.gradient_checkpointing
             random_state=seed,
         )
+    _check(model, config, place)
+    precision.keep_layout(model)
     return unsloth, model
 
 
 def _check(model: Any, config: ModelConfig, place: torch.device) -> None:
     """Raises LearnerError if the loaded model differs from the request. Unsloth itself only prints a message."""
-    base = model if config.lora is None else model.get_base_model()
-    if config.quantize is not None and not precision.is_quantized(base):
+    if config.quantize is not None and not precision.is_quantized(model):
         raise LearnerError(
             f"Unsloth {version('unsloth')} did not load {config.base} in {config.quantize}: set model.quantize=null"
         )
@@ -168,8 +167,7 @@ def _import() -> ModuleType:
     """Imports and returns Unsloth. Raises LearnerError if the import fails."""
     try:
         with _kept_apart():
-            # by default Unsloth counts users through a download at every load, and writes compiled code to the working
-            # directory
+            # by default Unsloth counts users by a download at every load, and compiles into the working directory
             os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
             os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(user_cache() / "unsloth"))
             import unsloth
@@ -192,11 +190,3 @@ def _kept_apart() -> Iterator[None]:
     """
     with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(), kept_from_children():
         yield
-
-
-def _own_length(base: str) -> int:
-    """Returns the model's context in tokens."""
-    import transformers
-
-    config: Any = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
-    return int(getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH)

@@ -120,7 +120,7 @@ def test_a_reply_that_was_never_seen_is_no_step_and_takes_no_time() -> None:
 def test_a_last_reply_that_was_never_seen_leaves_the_reward_to_the_one_before() -> None:
     turns = [turn([1], [5]), turn([2], [6], parent=0, kept=2, is_abandoned=True)]
     [episode] = episodes_of([scored(turns, 4.0)], gamma=0.5)
-    assert episode[0] is not None and (episode[0].reward, episode[0].returned, episode[1]) == (4.0, 4.0, None)
+    assert episode[0] is not None and (episode[0].returned, episode[1]) == (4.0, None)
 
 
 def test_an_attempt_without_turns_counts_in_the_mean_and_has_no_weights() -> None:

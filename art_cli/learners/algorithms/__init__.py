@@ -69,10 +69,7 @@ class Algorithm:
         return {}
 
     def after_step(self) -> None:
-        """Called in all learner processes after a complete step.
-
-        Failed steps and steps without signal do not count.
-        """
+        """Called in all learner processes after a complete step, not after a failed step or one without signal."""
 
     def save(self, directory: Path) -> None:
         """Writes the algorithm's state between steps into a checkpoint directory, so that `load` can continue exactly.

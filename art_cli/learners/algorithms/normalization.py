@@ -60,8 +60,5 @@ def trajectory_mean(num_tokens: int, update: UpdateCounts) -> float:
 
 
 def trajectory_sum(num_tokens: int, update: UpdateCounts, *, max_tokens: int) -> float:
-    """Returns 1 / (the update's trajectories * max_tokens).
-
-    It gives sums over trajectories, divided by one constant. Dr. GRPO, section 3.2.
-    """
+    """Returns 1 / (the update's trajectories * max_tokens): sums divided by one constant. Dr. GRPO, section 3.2."""
     return 1.0 / (update.trajectories * max_tokens)

@@ -25,10 +25,9 @@ State = str | bytes  # a rollout's key, or a prompt digest
 
 
 class Step(NamedTuple):
-    """One step in an episode. Example: Step(state="XO3456789", reward=0.0, returned=0.95)"""
+    """One step in an episode. Example: Step(state="XO3456789", returned=0.95)"""
 
     state: State
-    reward: float  # r_t
     returned: float  # R_t, the discounted sum of rewards from step t on
 
 
@@ -82,14 +81,10 @@ def states_of(trajectory: Trajectory) -> list[State | None]:
 def _episode(trajectory: ScoredTrajectory, reward: float, gamma: float) -> Episode:
     """Builds the steps from last to first, because only the last step has a reward."""
     steps: list[Step | None] = []
-    returned = 0.0
+    returned = reward
     for state in reversed(states_of(trajectory)):
-        if state is None:
-            steps.append(None)
-            continue
-        here = 0.0 if any(steps) else reward
-        returned = here + gamma * returned
-        steps.append(Step(state, here, returned))
+        steps.append(None if state is None else Step(state, returned))
+        returned *= 1 if state is None else gamma
     return steps[::-1]
 
 

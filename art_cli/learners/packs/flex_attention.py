@@ -99,9 +99,7 @@ class FlexAttention:
             log.warning("no FlexAttention (%s); attending by a dense mask, slower", reason)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-        """Returns [1, heads, T, D] from query [1, heads, T, D] and key, value [1, kv heads, T, D];
-        T excludes padding.
-        """
+        """Returns [1, heads, T, D] for query [1, heads, T, D] and key, value [1, kv heads, T, D], without padding."""
         inputs = (query, key, value)
         kernel = self.kernel or _compiled(*((states.shape[1], states.shape[3], states.dtype) for states in inputs))
         needs_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in inputs)
@@ -134,9 +132,7 @@ def padded_length(num_tokens: int, budget: int) -> int:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns [1, 1, Q] the block count in each row of [Q, K], and [1, 1, Q, K] columns with the
-    row's blocks up front.
-    """
+    """Returns the block count of each row of [Q, K], [1, 1, Q], and columns, the row's blocks first, [1, 1, Q, K]."""
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[None, None], columns.int()[None, None]
 

@@ -340,9 +340,7 @@ class Tree:
         return rows if 2 * in_large > sum(row.num_pairs for row in rows) else []
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Returns [T, T] whether the row's token sees the column's; `window` limits it to the
-        nearest `window` tokens.
-        """
+        """Returns [T, T] whether the row's token sees the column's, with `window` only the nearest `window` tokens."""
         if window not in self.masks:
             index = torch.arange(len(self.depths), device=self.depths.device)
             visible = (index[None, :] <= index[:, None]) & (index[:, None] < self._reaches()[None, :])

@@ -36,10 +36,7 @@ class GroupRanks(Ranks):
 
 
 def gather(value: Value, kind: type[Value], size: int) -> list[Value]:
-    """Returns all processes' records, by rank. All `size` processes must call it.
-
-    Raises LearnerError if another process sent an invalid record.
-    """
+    """Returns the records of all `size` processes, which all call it. Raises LearnerError for an invalid record."""
     written = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
     sizes = [int(each) for each in _gather(torch.tensor([len(written)]), size)]
     if not all(0 < each <= MAX_BYTES for each in sizes):

@@ -110,17 +110,13 @@ class PromptLearner(Learner):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def arrange(self, plans: list[RolloutPlan]) -> list[RolloutPlan]:
-        """Returns the rollouts with their prompts: the parent's for the lower indexes, the
-        proposal's for the others.
-        """
+        """Returns the rollouts with prompts: the parent's for the lower indexes, the proposal's for the others."""
         parent, proposal = self._search.kept[self._search.parent].parts, self._search.proposal
         sides = [self._as_prompt(parent), self._as_prompt(proposal or parent)]
         return [msgspec.structs.replace(plan, prompt=sides[plan.index >= self._num_parents]) for plan in plans]
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> PromptMetrics:
-        """Accepts or rejects the proposal, and makes the next one. Raises LearnerError if no call
-        can reach the model.
-        """
+        """Tests the proposal, and makes the next. Raises LearnerError if no call can reach the model."""
         begin, before, search = time.perf_counter(), self.payer.usage, self._search
         sides = [self._split(members) for members in groups]
         search.kept[search.parent].note([ours for ours, _ in sides])
@@ -153,9 +149,7 @@ class PromptLearner(Learner):
         )
 
     def _split(self, members: Sequence[ScoredTrajectory]) -> tuple[Rewarded, Rewarded]:
-        """Returns the parent's attempts and the proposal's attempts. A failed attempt has reward
-        min(0, lowest reward).
-        """
+        """Returns the parent's and the proposal's attempts. A failed attempt has reward min(0, lowest reward)."""
         floor = min([0.0, *(member.reward for member in members if member.reward is not None)])
         sides: tuple[Rewarded, Rewarded] = [], []
         for member in members:

@@ -126,10 +126,7 @@ class Reflection:
     def propose(
         self, text: str, examples: Sequence[Example], draw: random.Random, *, tried: Collection[str]
     ) -> str | None:
-        """Returns a new text for a prompt part; None when the model gave no usable text.
-
-        Raises LearnerError if no call can succeed because of key or quota.
-        """
+        """Returns a new text for a prompt part, if the model gave one. Raises LearnerError for a bad key or quota."""
         for _ in range(TRIES):
             question = _question(text, choose_examples(examples, draw))
             try:

@@ -79,9 +79,7 @@ class _Row(ScoredRow, kw_only=True):
 
 
 def read_preferences(paths: Sequence[Path]) -> Preferences:
-    """Reads scored files, labels and run directories, each file once. Raises UsageError and DataError, also if nothing
-    teaches.
-    """
+    """Reads scored files, labels and runs, each file once. Raises UsageError and DataError, also if nothing teaches."""
     files = list({file.resolve(): file for path in paths for file in data_files(path)}.values())
     labels, groups = list[PairLabel](), list[PreferenceGroup]()
     left_out = ("without_reward", "without_messages", "without_difference", "beyond_0_to_1", "cascade_not_asked")

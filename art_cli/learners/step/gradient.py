@@ -80,10 +80,7 @@ class LossGradient:
         return Update(packs, counts, [None] * len(packs), has_unknown)
 
     def look_ahead(self, update: Update, at: Pass, *, always: bool = False) -> Update:
-        """Returns the update with its packs' logprobs at the current weights, if the loss needs them after an update.
-
-        `always` computes them in any case.
-        """
+        """Returns the update with logprobs at the current weights, if later updates need them or `always`."""
         if self._is_to_engine and not update.has_unknown and not always:
             return update
         before: list[Tensor | None] = []
@@ -217,9 +214,7 @@ class LossGradient:
         return f"the step's gradient is not finite, though each attempt's alone is; {CAUSES}"
 
     def _shares(self, samples: Sequence[Sample], counts: Sequence[UpdateCounts]) -> Floats:
-        """Returns [4, samples] the factor for a sample's tokens in each component's mean; 0 where the sample has no
-        tokens.
-        """
+        """Returns [4, samples] the factor for a sample's tokens in each component's mean; 0 without tokens."""
         shares = np.zeros((len(COMPONENTS), len(samples)))
         for component in COMPONENTS:
             for index, sample in enumerate(samples):

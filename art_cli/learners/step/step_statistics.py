@@ -153,10 +153,7 @@ def _mean_of(values: Sequence[float]) -> float:
 
 
 def logprob_gaps(scores: "TokenScores", terms: "Terms") -> "Tensor":
-    """Returns |engine - learner| in nats for every comparable term.
-
-    Raw logprobs are compared for truncated sampling. Terms with neither logprob are omitted.
-    """
+    """Returns |engine - learner| in nats where they compare: raw logprobs for truncated sampling, none if unknown."""
     import torch
 
     learner, raw_learner = doubled(scores.logprobs.detach()), doubled(scores.raw_logprobs.detach())

@@ -107,17 +107,15 @@ class StepRecord(msgspec.Struct):
 
     def _masked_tokens(self, trajectory: Trajectory, advantages: Floats, pieces: Sequence[_Piece]) -> dict[str, int]:
         """Counts the sampled tokens that do not move the policy, by reason."""
-        masked: dict[str, int] = {}
         is_silent = np.isnan(advantages) & sampled_mask(trajectory)
         is_abandoned = np.repeat([turn.is_abandoned for turn in trajectory.turns], turn_sizes(trajectory))
-        masked["abandoned"] = int(np.count_nonzero(is_silent & is_abandoned))
-        masked["no_advantage"] = int(np.count_nonzero(is_silent & ~is_abandoned))
-        masked["off_policy"] = sum(
-            int(np.count_nonzero(_inside(piece.importance, piece) == 0))
-            for piece in pieces
-            if piece.importance is not None
-        )
-        return {reason: num for reason, num in sorted(masked.items()) if num}
+        weights = [_inside(piece.importance, piece) for piece in pieces if piece.importance is not None]
+        masked = {
+            "abandoned": int(np.count_nonzero(is_silent & is_abandoned)),
+            "no_advantage": int(np.count_nonzero(is_silent & ~is_abandoned)),
+            "off_policy": sum(int(np.count_nonzero(each == 0)) for each in weights),
+        }
+        return {reason: num for reason, num in masked.items() if num}
 
 
 def _array(tensor: "Tensor") -> Floats:

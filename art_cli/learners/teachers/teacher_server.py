@@ -214,9 +214,7 @@ class ServerTeacher:
 
 
 def check_temperatures(samples: Sequence[Sample], name: str) -> None:
-    """Raises LearnerError if a token was sampled at a temperature other than 1. `name` is the
-    teacher's name in errors.
-    """
+    """Raises LearnerError, with the teacher's `name`, for a token sampled at a temperature other than 1."""
     for sample in samples:
         if (sample.temperatures != 1).any():
             raise LearnerError(
