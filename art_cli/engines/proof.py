@@ -78,10 +78,7 @@ class Twice(NamedTuple):
 
 
 class ShownChange(NamedTuple):
-    """How much of the learner's change an engine shows.
-
-    Example: ShownChange(share=0.98, error=0.03, resolution=0.1)
-    """
+    """The learner's change as an engine shows it. Example: ShownChange(share=0.98, error=0.03, resolution=0.1)"""
 
     share: float = nan
     error: float = inf  # standard error of the share

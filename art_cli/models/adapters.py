@@ -43,10 +43,7 @@ def on_base(base: Weights, adapter: Path | None) -> Weights:
 
 
 def merge(weights: Weights) -> Weights:
-    """Returns the policy with its adapter merged into the base: W + alpha / rank * B A replaces W.
-
-    Do not use `weights` afterwards.
-    """
+    """Returns the policy with the adapter merged, W + alpha / rank * B A. Do not use `weights` afterwards."""
     if not weights.has_adapter:
         return weights
     with weights.lock:

@@ -154,10 +154,7 @@ class _Names:
 
 
 def write_adapter(file: Path, adapter: Path, config: Any) -> None:
-    """Writes a LoRA adapter saved by PEFT, for a model with this transformers configuration.
-
-    Raises UsageError if the format cannot express parts of the adapter.
-    """
+    """Writes PEFT's adapter for a model of this configuration. Raises UsageError for parts that GGUF does not have."""
     import gguf
     from safetensors.torch import load_file
 

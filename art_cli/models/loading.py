@@ -73,10 +73,7 @@ def load_weights(
 def resolve_dtype(
     config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None, may_be_exact: bool = False
 ) -> DtypeChoice:
-    """Returns the configured dtype, or the dtype chosen for the device (`choose_dtype`).
-
-    Raises UsageError like `load_weights`.
-    """
+    """Returns the configured dtype, or `choose_dtype` for the device. Raises UsageError like `load_weights`."""
     require_base(base, named)
     if config.dtype != "auto":
         return DtypeChoice(config.dtype, "")

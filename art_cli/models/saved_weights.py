@@ -1,7 +1,4 @@
-"""Reads and writes a policy's weights in checkpoint directories.
-
-The format is PEFT's for adapters, and transformers' for whole models.
-"""
+"""Reads and writes a policy's weights in checkpoint directories: PEFT's adapters or transformers' whole models."""
 
 from __future__ import annotations
 
@@ -140,10 +137,7 @@ def _refuse(wrong: Sequence[str]) -> None:
 
 
 def _settle(path: Path) -> None:
-    """Makes equal adapters byte-identical: sorts the targets (a set in PEFT) and removes the base's local path.
-
-    The manifest names the base.
-    """
+    """Makes equal adapters byte-identical: sorts PEFT's set of targets, removes the local path of the base."""
     config = json.loads(path.read_text())
     if isinstance(targets := config.get("target_modules"), list):
         config["target_modules"] = sorted(targets)

@@ -38,9 +38,9 @@ def test_every_decoding_slot_is_in_one_run_that_reads_all_it_needs(rows: list[tu
         covered += range(run.first, run.last)
         members = range(run.last - run.first) if run.members is None else run.members.tolist()
         assert [run.start + member for member in members] == slots[run.first : run.last].tolist()
-        assert run.lengths[list(members)].tolist() == lengths[run.first : run.last].tolist()
+        assert run.positions[list(members), 0].tolist() == (lengths[run.first : run.last] - 1).tolist()
         assert run.length == lengths[run.first : run.last].max() and run.stop == slots[run.last - 1] + 1
-        assert run.is_even == (set(run.lengths.tolist()) == {run.length})
+        assert run.is_even == (set(run.positions.flatten().tolist()) == {run.length - 1})
         if run.shared:
             assert run.shared >= MIN_SHARED and run.last - run.first > 1
             assert run.shared <= shared[run.first + 1 : run.last].min()

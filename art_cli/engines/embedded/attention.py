@@ -51,7 +51,7 @@ class SlotRun(NamedTuple):
     shared: int  # length of the prefix read once for all slots; 0 if every slot reads its own
     is_even: bool  # whether all slots have the same length
     members: torch.Tensor | None  # [last - first] slots relative to `start`, if the run has gaps
-    lengths: torch.Tensor  # [stop - start] tokens per slot, including the new token; idle slots: `length`
+    positions: torch.Tensor  # [stop - start, 1] position of each slot's new token; idle slots: `length` - 1
 
 
 class Costs(NamedTuple):
@@ -78,7 +78,7 @@ class RunPlanner:
     def runs(self, plan: StepPlan) -> list[SlotRun]:
         decodes, lengths = plan.decodes, plan.positions_T[: len(plan.decodes)] + 1
         if decodes is self._decodes and (lengths == self._lengths + 1).all():
-            self._runs = [run._replace(length=run.length + 1, lengths=run.lengths + 1) for run in self._runs]
+            self._runs = [run._replace(length=run.length + 1, positions=run.positions + 1) for run in self._runs]
         else:
             self._runs = plan_runs(decodes, lengths, plan.shared, self._costs, self._device)
         self._decodes, self._lengths = decodes, lengths
@@ -150,7 +150,7 @@ def _run(slots: Ints, lengths: Ints, first: int, last: int, shared: int, device:
         shared=shared,
         is_even=bool((all_lengths == longest).all()),
         members=torch.from_numpy(members).to(device) if has_gaps else None,
-        lengths=torch.from_numpy(all_lengths).to(device),
+        positions=torch.from_numpy(all_lengths[:, None] - 1).to(device),
     )
 
 
@@ -254,7 +254,7 @@ class Layout:
         self._cache = cache
         self._num_decodes = len(plan.decodes)
         self._runs, self._chunk_runs = runs, plan_chunk_runs(plan.chunks, device)
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._slab_rows: dict[int, Tensor] = {}
 
     def attend(
@@ -297,29 +297,31 @@ class Layout:
         return self._slab_rows[heads]
 
     def _run_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Returns [slots, 1, 1, length] 0 where attended, else -inf; None when everything is attended."""
-        run, key = self._runs[index], (index, window)
+        """Returns [slots, 1, 1, length]; None when everything is attended."""
+        run = self._runs[index]
         if run.is_even and not (window and run.length > window):
             return None
-        if key not in self._masks:
-            column = torch.arange(run.length, device=run.lengths.device)
-            hidden = column >= run.lengths[:, None]
-            if window:
-                hidden |= column < run.lengths[:, None] - window
-            self._masks[key] = _additive(hidden, dtype)[:, None, None]
-        return self._masks[key]
+        return self._mask((index, window), run.positions, run.length, dtype)
 
     def _chunk_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Returns [slots, 1, width, length]; None for plain causal attention."""
-        key, run = (-1 - index, window), self._chunk_runs[index]
+        run = self._chunk_runs[index]
         if run.chunk is not None and run.chunk.start == 0 and not (window and run.length > window):
             return None
+        return self._mask((-1 - index, window), run.positions, run.length, dtype)
+
+    def _mask(self, key: tuple[int, int | None], positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """Returns [slots, 1, width, length] 0 where the token at each of `positions` [slots, width] attends, else -inf.
+
+        `key` is the run's index and the window.
+        """
         if key not in self._masks:
-            column, position = torch.arange(run.length, device=run.positions.device), run.positions[:, :, None]
+            column, position, window = torch.arange(length, device=positions.device), positions[:, :, None], key[1]
             hidden = column > position
             if window:
                 hidden |= column <= position - window
-            self._masks[key] = _additive(hidden, dtype)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None]
         return self._masks[key]
 
 
@@ -453,7 +455,3 @@ def _exact(states: Tensor) -> Tensor:
 def _per_head(states: Tensor, heads: int) -> Tensor:
     repeats = heads // states.shape[1]
     return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
-
-
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))

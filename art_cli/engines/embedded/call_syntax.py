@@ -119,12 +119,8 @@ def _json_call(text: str) -> Json | None:
         return None
     if HALF_PAIRS.search(name):  # half a surrogate pair, as "\ud800", could be neither sent nor recorded
         return None
-    return None if _is_deep(json.loads(arguments)) else call_of(name, arguments)
-
-
-def _is_deep(arguments: Json | list[Any]) -> bool:
-    """Returns True for arguments that would be refused when a client sends them back."""
-    return is_deep(arguments, MAX_CHAT_DEPTH)
+    # deeper arguments would be refused when a client sends them back, here and below
+    return None if is_deep(json.loads(arguments), MAX_CHAT_DEPTH) else call_of(name, arguments)
 
 
 def read_object(text: str) -> dict[str, str] | None:
@@ -176,7 +172,7 @@ def read_mistral_calls(body: str, schemas: Schemas) -> list[Json] | None:
         except (ValueError, RecursionError):
             return None
         arguments = body[found.end() : end]
-        if not isinstance(value, dict) or _is_deep(value):
+        if not isinstance(value, dict) or is_deep(value, MAX_CHAT_DEPTH):
             return None
         calls.append({**call_of(found[1], arguments), "id": mistral_id(found[2])})
         rest = body[end:].lstrip(SPACE)
@@ -242,7 +238,7 @@ def _typed(text: str, schema: Any) -> Any:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # 1e999 and half a surrogate pair are not JSON
     except (ValueError, RecursionError):
         return text
-    return text if _is_deep([value]) else value
+    return text if is_deep([value], MAX_CHAT_DEPTH) else value
 
 
 def _may_be_text(schema: Any) -> bool:

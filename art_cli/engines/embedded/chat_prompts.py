@@ -280,8 +280,8 @@ class MessageParser:
         if end:
             self._held, self._state = rest, "after_think"
             return self._think(thought.rstrip("\n"))
-        before = _before_marker(thought, THINK_END)
-        keep = 0 if is_last else max(overlap(thought, THINK_END), len(thought) - len(before))
+        before = thought[: len(thought) - overlap(thought, THINK_END)].rstrip("\n")
+        keep = 0 if is_last else len(thought) - len(before)  # line breaks, and a partial marker
         self._held = thought[len(thought) - keep :]
         return self._think(thought[: len(thought) - keep])
 
@@ -372,8 +372,3 @@ class MessageParser:
             return []
         self._reasoning.append(text)
         return [{"reasoning_content": text}]
-
-
-def _before_marker(text: str, marker: str) -> str:
-    """Returns the text without trailing line breaks and without a partial marker."""
-    return text[: len(text) - overlap(text, marker)].rstrip("\n")

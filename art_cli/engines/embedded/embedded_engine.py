@@ -229,8 +229,8 @@ class EmbeddedEngine:
             raise invalid("min_tokens, ignore_eos: not with a format or a forced call, whose end decides", "min_tokens")
         mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
         job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream, self._stop_ids)
-        if not job.generations:
-            job.end_unsampled(self.endpoint.step)
+        for index in range(0 if job.generations else job.num_open):  # there is no room for a token
+            job.put(index, Piece([], [], [], None, self.endpoint.step, "length"))
         if needs_echo(request):
             job.echo = await self._echo(request, prompt.ids)
         if prompt.format is not None:
@@ -352,11 +352,6 @@ class _Job:
         for generation in self.generations:
             generation.sequence.payload = generation
 
-    def end_unsampled(self, step: int) -> None:
-        """Ends all choices without sampling."""
-        for index in range(self.num_open):
-            self.put(index, Piece([], [], [], None, step, "length"))
-
     @property
     def num_alternatives(self) -> int:
         """The largest number of top_logprobs in the reply."""
@@ -395,17 +390,14 @@ class _Room:
             yield
             return
         entered = asyncio.get_running_loop().create_future()
-        self._enter(num, entered)
+        with self._lock:
+            self._waiting.append((num, entered))
+            self._admit()
         try:
             await entered
             yield
         finally:
             self._leave(num, entered)
-
-    def _enter(self, num: int, entered: "asyncio.Future[None]") -> None:
-        with self._lock:
-            self._waiting.append((num, entered))
-            self._admit()
 
     def _leave(self, num: int, entered: "asyncio.Future[None]") -> None:
         with self._lock:

@@ -122,20 +122,11 @@ class EngineThread:
 
     def add(self, generations: Sequence[Generation]) -> None:
         """Raises EngineError after the thread's end."""
-
-        def command() -> None:
-            for generation in generations:
-                self._scheduler.add(generation.sequence)
-
-        self._put(command)
+        self._put(partial(_for_each, self._scheduler.add, generations))
 
     def cancel(self, generations: Sequence[Generation]) -> None:
-        def command() -> None:
-            for generation in generations:
-                self._scheduler.cancel(generation.sequence)
-
         with contextlib.suppress(EngineError):
-            self._put(command)
+            self._put(partial(_for_each, self._scheduler.cancel, generations))
 
     def _put(self, command: Callable[[], None]) -> None:
         with self._gate:
@@ -347,3 +338,8 @@ class EngineThread:
             piece = Piece([], [], [], None, self.step, None, ended)
             self._out.setdefault(generation.mailbox, []).append((generation, piece))
         self._send()
+
+
+def _for_each(act: Callable[[TokenSequence], None], generations: Sequence[Generation]) -> None:
+    for generation in generations:
+        act(generation.sequence)

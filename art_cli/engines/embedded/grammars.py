@@ -176,10 +176,7 @@ class Grammars:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="art-grammar")
 
     async def compile(self, format: Format) -> "LLMatcher":
-        """Returns a matcher in its initial state, for callers to copy.
-
-        Raises ChatError 400 if the format has no grammar, 503 if the machine is busy.
-        """
+        """Returns a new matcher to copy. Raises ChatError 400 if there is no grammar, 503 on a busy machine."""
         compiled = asyncio.wrap_future(self._future(format))
         # An exception counts as retrieved even if no client waits for it.
         compiled.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -253,10 +250,7 @@ class Masks:
 
 
 def try_out(schemas: Sequence[str]) -> None:
-    """Compiles the schemas in a killable child process. Do not call it in an event loop.
-
-    Raises GrammarError if the schemas are invalid or too costly.
-    """
+    """Compiles schemas in a child process, not in an event loop. Raises GrammarError if invalid or too costly."""
     names = [f"schema_{index}" for index in range(len(schemas))]
     rules = [f"{name}: {schema}" for name, schema in zip(names, schemas, strict=True)]
     grammar = "\n".join([f"start: {' | '.join(names)}", *rules])

@@ -48,11 +48,13 @@ class ForwardRunner:
     """The model with its slots. Raises EngineError if the model's layers cannot use slots."""
 
     def __init__(self, weights: Weights) -> None:
+        from transformers import AttentionInterface
+
         self.weights = weights
         self.cache = SlotCache()
         self._model = weights.inner_model
         _check_supported(self._model)
-        _register()
+        AttentionInterface.register(attention.NAME, attention.attend)
         costs = Costs.of(self.bytes_per_token() // self._model.config.num_hidden_layers)
         self._planner = RunPlanner(costs, weights.device)
         self._decoder: MergedDecoder | Decoder | None = None
@@ -204,12 +206,6 @@ def _attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = before
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(attention.NAME, attention.attend)
 
 
 def _check_supported(model: Any) -> None:

@@ -97,10 +97,7 @@ class Refused(EngineError):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """The server's logprobs for L given tokens, in nats.
-
-    Example: Scored(logprobs=[-3.6, -5.8], next={7: -0.2, 9: -1.9})
-    """
+    """The server's logprobs for L tokens, in nats. Example: Scored(logprobs=[-3.6, -5.8], next={7: -0.2, 9: -1.9})"""
 
     logprobs: list[float]  # [L - 1] for every token except the initial one, at temperature 1; empty unless requested
     next: dict[int, float]  # likeliest next tokens: token id -> logprob at the requested temperature

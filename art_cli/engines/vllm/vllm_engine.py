@@ -62,9 +62,7 @@ class VllmEngine:
         logs: Path,
         shared: SharedServer | None = None,
     ) -> None:
-        """Starts a server unless `shared` names one. Raises EngineError if the Python is missing or this machine does
-        not support a setting.
-        """
+        """Starts a server unless `shared` names one. Raises EngineError for a missing Python or unfit setting."""
         self.endpoint = Endpoint(base_url=None, api_key="", model=name, step=step)
         self._config, self.dtype, self._logs = config, model.dtype, logs
         self._shared = shared or SharedServer(config, model, name=name, logs=logs)
@@ -256,10 +254,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[LoadedAdapters, HttpBackend]]:
-        """Yields adapters and client once the request may start.
-
-        Raises ChatError for an unknown model or a failed engine.
-        """
+        """Yields adapters and client for a request. Raises ChatError for an unknown model or a failed engine."""
         await self._admit(request)
         async with self.scoring() if needs_echo(request) else self.sampling():
             adapters = await self._admit(request)  # the server may have been replaced during a wait
@@ -299,7 +294,8 @@ class VllmEngine:
             self._server.control,
             self.make_backend,
             base=self._server.base_name,
-            prefix=self._prefix(),
+            # in a running server, a random part avoids leftover names
+            prefix=self._name if self._shared.is_own else f"{self._name}-{secrets.token_hex(4)}",
             step=self.endpoint.step,
             names=self._shared.adapter_names,
         )
@@ -316,10 +312,6 @@ class VllmEngine:
         self._ready.fail(message)
 
     # --- the server ---------------------------------------------------------------------------------------------------
-
-    def _prefix(self) -> str:
-        """Returns the prefix of adapter names. In a running server, a random part avoids leftover names."""
-        return self._name if self._shared.is_own else f"{self._name}-{secrets.token_hex(4)}"
 
     def make_backend(self, name: str, step: int) -> HttpBackend:
         url = f"{self._server.control.root}/v1"

@@ -119,10 +119,7 @@ class VllmPolicy:
             await there.control.unload_adapter(client.model)
 
     async def ask(self, work: Callable[[HttpBackend, LoadedAdapters], Awaitable[Result]]) -> Result:
-        """Returns the result of `work`, repeated if the server died meanwhile and a new server answers.
-
-        Raises EngineError or ChatError.
-        """
+        """Returns the result of `work`, again after a restart of the server. Raises EngineError or ChatError."""
         for number in range(MAX_RESTARTS + 1):
             adapters = await self._server.ready_adapters()
             try:

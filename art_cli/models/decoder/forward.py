@@ -64,10 +64,7 @@ LIMIT = Gap(0.1, 0.25)  # beyond this, rounding looks like another model
 
 
 def bound_of(dtype: torch.dtype, gap: Gap, rounding: Callable[[], Gap]) -> Gap:
-    """Returns the largest gap explained by rounding.
-
-    `rounding` measures the model's own movement; it is called only if the table's bound is exceeded.
-    """
+    """Returns the largest gap explained by rounding. `rounding` measures it, and is called beyond the table only."""
     bound = BOUNDS[dtype]
     if gap.is_within(bound):
         return bound

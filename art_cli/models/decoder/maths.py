@@ -34,10 +34,7 @@ SMALLEST = 1 << 20  # multiplications that justify oneDNN's call overhead of 30 
 
 
 def join_calls(items: Iterable[Item], num_pairs: Callable[[Sequence[Item]], int]) -> list[list[Item]]:
-    """Groups neighboring items, in order.
-
-    `num_pairs`: number of query-key pairs in one call for a group, including padding.
-    """
+    """Groups neighboring items, in order. `num_pairs`: query-key pairs in one call for a group, including padding."""
     groups: list[list[Item]] = []
     for item in items:
         if groups and num_pairs([*groups[-1], item]) < num_pairs(groups[-1]) + num_pairs([item]) + CALL_COST:
@@ -138,10 +135,7 @@ class Norm(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer with an optional adapter: W x + bias + s B A x.
-
-    LoRA, Hu et al. 2021 (arXiv:2106.09685), equation 3.
-    """
+    """A linear layer with an optional adapter, W x + bias + s B A x: LoRA, Hu et al. 2021 (arXiv:2106.09685), eq. 3."""
 
     weight: Tensor  # W, [out, in]
     bias: Tensor | None = None
