@@ -9,14 +9,8 @@ from art_cli.config.schema import SftConfig, TrainConfig
 
 EPS = 1e-8  # torch's default for AdamW
 WINDOW = 32  # past norms in the clipping median: long enough to outlast a burst, short enough to follow the trend
-SHARED_SETTINGS = (
-    "learning_rate",
-    "warmup_steps",
-    "decay",
-    "decay_to",
-    "weight_decay",
-    "max_grad_norm",
-)  # of sft and train
+# of sft and train
+SHARED_SETTINGS = ("learning_rate", "warmup_steps", "decay", "decay_to", "weight_decay", "max_grad_norm")
 MIN_NORMS = 4  # minimum number of past norms for a reliable median
 
 

@@ -129,15 +129,9 @@ class TorchLearner(Learner):
     """The Learner for `learner: torch` and `learner: unsloth`. The protocol documents the methods."""
 
     def __init__(self, weights: Weights, setup: LearnerSetup, *, ranks: Ranks | None = None) -> None:
-        """`ranks` are the processes that share the work (default: this process only).
-
-        Raises LearnerError for a KL term without an adapter to disable; UsageError if a user's algorithm cannot be
-        loaded.
-        """
+        """`ranks` share the work (default: this process only). Raises UsageError for a user's unusable algorithm."""
         train, loss, learner = setup.train, setup.loss, setup.learner
         assert isinstance(learner, BaseLearnerConfig), f"a learner with weights here, not {learner.name}"
-        if loss.kl > 0 and not weights.has_adapter:
-            raise LearnerError("loss.kl needs a reference policy, the model without its adapter: set model.lora")
         self.weights, self.loss = weights, loss
         self.train_config, self.sft_config = train, setup.sft
         self.algorithm = build_algorithm(loss, max_tokens=setup.sampling_max_tokens, directory=setup.directory)
@@ -166,11 +160,7 @@ class TorchLearner(Learner):
         return [self.optimizer, *([] if self.critic is None else [self.critic.optimizer])]
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:
-        """Takes one policy step. On any failure, all weights are restored.
-
-        Raises LearnerError if a loss is not finite or memory runs out; DriftError if engine and learner hold different
-        weights (contract 2).
-        """
+        """Takes one policy step; a failure restores all weights. Raises LearnerError, and DriftError (contract 2)."""
         has_gpu = self.weights.device.type == "cuda"
         if has_gpu:
             forget_peak(self.weights)
@@ -277,10 +267,7 @@ class TorchLearner(Learner):
             self._free_cache()
 
     def load(self, directory: Path) -> None:
-        """Restores a checkpoint directory. If it contains only weights, the optimizer starts from zero.
-
-        Raises CheckpointError if weights are missing or belong to another model.
-        """
+        """Restores a checkpoint, with a new optimizer if it has none. Raises CheckpointError for another model's."""
         with self.weights.lock:
             load_checkpoint(self.weights, directory, part=self.ranks.part)
             if (directory / RNG_FILE).is_file():

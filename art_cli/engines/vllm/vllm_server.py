@@ -155,7 +155,8 @@ class OwnServer:
     async def start(self) -> None:
         """Returns when the server answers. Raises EngineError with the end of the log if it died or stayed silent."""
         if not HUB_VARIABLES & self._config.env.keys():
-            await threads.call_in_thread(_fetch, self._model.base)  # engine.start_timeout_s excludes downloads
+            with contextlib.suppress(UsageError):  # the server reports an error of its own
+                await threads.call_in_thread(find_files, self._model.base)  # engine.start_timeout_s excludes downloads
         if self.has_gpu and arguments.own_share(self._config) is None:
             self._share = await asyncio.to_thread(self._free_share)
         log.info("vllm: starting %s for %s; its log: %s", self._python, self._model.base, self.log)
@@ -273,10 +274,7 @@ class OwnServer:
             hung.cancel()
 
     def last_lines(self) -> str:
-        """Returns the cause found in the log, or else the log's last lines.
-
-        Once the server is up, its API server may log errors caused by requests; these are ignored.
-        """
+        """Returns the log's cause, or else its last lines. In a server that is up, requests' errors do not count."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
             text = file.read(MAX_LOG_BYTES).decode(errors="replace").replace(self.key, "***")
@@ -345,14 +343,6 @@ class RunningServer:
 
     async def stop(self) -> None:
         await self.control.close()
-
-
-def _fetch(base: str) -> None:
-    """Downloads a hub model if it is not cached. Failures are left to the server, which reports its own error."""
-    try:
-        find_files(base)
-    except UsageError as error:
-        log.debug("vllm: %s", error)
 
 
 async def _unhealthy(control: Control) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from art_cli.learners.packs.pack_runner import PackRunner
-from art_cli.runtime.errors import CheckpointError, one_line
+from art_cli.models.saved_weights import fitting
 
 log = logging.getLogger(__name__)
 
@@ -72,21 +72,16 @@ class MovingAverage:
             save_file(tensors, directory / STATE_DIRECTORY / AVERAGE_FILE)
 
     def load(self, directory: Path) -> None:
-        """Restores the average exactly. If the checkpoint has none, the average starts as the checkpoint's weights.
-
-        Raises CheckpointError if the average is unreadable or belongs to other weights.
-        """
+        """Restores the average, or starts as the weights without one. Raises CheckpointError if unreadable or unfit."""
         self._averages = None
         path = directory / STATE_DIRECTORY / AVERAGE_FILE
         if not path.is_file():
             log.info("%s: no moving average; the teacher begins as the policy", directory)
             return
-        try:
+        with fitting(path):
             tensors = load_file(path)
             shapes = {name: tensor.shape for name, tensor in tensors.items()}
             if shapes != {name: p.shape for name, p in self._parameters.items()}:
                 raise ValueError("the average belongs to other weights")
-        except Exception as error:
-            raise CheckpointError(f"{path}: {one_line(error)}") from error
         parameters = self._parameters
         self._averages = {name: self._ranks.part(tensor, parameters[name]) for name, tensor in tensors.items()}

@@ -327,11 +327,7 @@ def _read(sources: Sequence[str], config: SftConfig, directory: Path) -> list[Js
 
 
 def _content(example: Json) -> str:
-    """Returns the key for splitting examples: the scenario, or a hash of the whole transcript.
-
-    All attempts at a scenario thus stay on one side, and eval.held_out with the same share holds out the same
-    scenarios.
-    """
+    """Returns the key to split examples by, as eval.held_out does: the scenario, or a hash of the transcript."""
     if "turns" in example:
         return str(example["scenario"])
     return hashlib.sha256(json.dumps(without_source(example), sort_keys=True, default=repr).encode()).hexdigest()

@@ -1,7 +1,6 @@
 """Supervised training on examples: mean cross entropy, a fresh optimizer, early stopping, resumable. No torch.
 
-It trains samples with weight 1 in the cross_entropy component (../samples.py), and stores state in `sft/` in a
-checkpoint directory.
+It trains samples with weight 1 in the cross_entropy component (../samples.py). A checkpoint's `sft/` has its state.
 """
 
 import math
@@ -18,7 +17,8 @@ from art_cli.config.schema import SftConfig
 from art_cli.learners import SFT_DIRECTORY, SftProgress
 from art_cli.learners.samples import Sample
 from art_cli.learners.sft.sft_batches import SftBatches, Sums, Taken
-from art_cli.runtime.errors import CheckpointError, LearnerError, one_line
+from art_cli.models.saved_weights import fitting
+from art_cli.runtime.errors import LearnerError
 
 SUMS_FILE = "sums.json"
 
@@ -108,13 +108,9 @@ class Sft(ABC):
     def load(self, directory: Path) -> None:
         """Restores saved state exactly, given the same weights. Raises CheckpointError."""
         path = directory / SFT_DIRECTORY
-        try:
+        with fitting(path):
             self.sums = msgspec.json.decode((path / SUMS_FILE).read_bytes(), type=Sums)
             self._load_state(path)
-        except CheckpointError:
-            raise
-        except Exception as error:  # safetensors raises other errors
-            raise CheckpointError(f"{path}: {one_line(error)}") from error
 
     def _take_until(self, end: int) -> None:
         """Takes the optimizer steps before index `end`."""
