@@ -14,7 +14,7 @@ on packing. And vLLM does not quantize to 8 bits at load time.
 torch and transformers are imported inside functions only, so importing this module is cheap.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from art_cli.models.run_memory import model_size
@@ -80,12 +80,8 @@ def gpu_bytes(device: str) -> float:
 
 def require_bitsandbytes() -> None:
     """Raises UsageError if bitsandbytes is not installed."""
-    try:
-        version("bitsandbytes")
-    except PackageNotFoundError:
-        raise UsageError(
-            "model.quantize: needs bitsandbytes, which is not installed: pip install 'art-cli[quantize]'"
-        ) from None
+    if find_spec("bitsandbytes") is None:
+        raise UsageError("model.quantize: needs bitsandbytes, which is not installed: pip install 'art-cli[quantize]'")
 
 
 def quantization_settings(dtype: Any) -> Any:

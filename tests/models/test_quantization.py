@@ -188,10 +188,7 @@ def test_parameters_are_counted_as_those_of_the_same_model_in_float32(load: Call
 def test_without_bitsandbytes_one_line_says_what_to_install(
     load: Callable[..., Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(name: str) -> str:
-        raise precision.PackageNotFoundError(name)
-
-    monkeypatch.setattr(precision, "version", missing)
+    monkeypatch.setattr(precision, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"model.quantize: needs bitsandbytes, .* pip install 'art-cli\[quantize\]'"):
         load()
 

@@ -212,7 +212,8 @@ def _check_supported(model: Any) -> None:
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise EngineError(f"the embedded engine cannot run {name}: its attention cannot be replaced")
-    if (foreign := _replaced_forward(model)) is not None:
+    modules = (getattr(module.forward, "__module__", None) or "" for module in model.modules())
+    if foreign := next((module for module in modules if module.startswith("unsloth")), ""):
         raise EngineError(
             f"the embedded engine cannot run {name} with the attention of {foreign} in it: "
             "set engine=vllm, or learner=torch"
@@ -220,9 +221,3 @@ def _check_supported(model: Any) -> None:
     kinds = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
         raise EngineError(f"the embedded engine cannot run {name}: it has layers of kind {', '.join(sorted(kinds))}")
-
-
-def _replaced_forward(model: Any) -> str | None:
-    """Returns the Unsloth module whose code replaces the model's own."""
-    modules = (getattr(module.forward, "__module__", None) or "" for module in model.modules())
-    return next((module for module in modules if module.startswith("unsloth")), None)

@@ -46,9 +46,7 @@ def check_vocabulary(teacher: Any, own: Any, name: str) -> None:
     theirs, ours = teacher.get_vocab(), own.get_vocab()
     if theirs == ours:
         return
-    [(token_id, token), *_] = sorted((id, token) for token, id in ours.items() - theirs.items()) or [(-1, "")]
-    if not token:
-        [(token_id, token), *_] = sorted((id, token) for token, id in theirs.items() - ours.items())
+    token_id = min(id for _, id in ours.items() - theirs.items() or theirs.items() - ours.items())
     names = {id: each for each, id in theirs.items()}, {id: each for each, id in ours.items()}
     shown = " and ".join(_show(each.get(token_id)) for each in names)
     raise UsageError(
