@@ -150,7 +150,7 @@ def _replies(conversation: Sequence[Json]) -> list[int]:
 
 def _prefixes(conversation: Sequence[Json]) -> list[int]:
     """Returns a hash of the messages up to each index."""
-    return list(accumulate(map(repr, conversation), lambda *pair: hash(pair), initial=0))[1:]
+    return list(accumulate(map(repr, conversation), lambda before, each: hash((before, each)), initial=0))[1:]
 
 
 class TracedRun(NamedTuple):
