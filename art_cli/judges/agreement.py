@@ -45,9 +45,7 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 def measure(ratios: Sequence[Ratio], *, seed: int = 0) -> Measure | None:
-    """Returns the ratio of the sums; None when all denominators are 0. With a single group the interval collapses to
-    the value.
-    """
+    """Returns the ratio of the sums; None if all denominators are 0. A single group has an interval of length 0."""
     known = [ratio for ratio in ratios if ratio.denominator > 0 or ratio.numerator]
     if not any(ratio.denominator for ratio in known):
         return None
@@ -112,9 +110,7 @@ def best_of_group(scores: Sequence[float], gold: Sequence[float]) -> Ratio:
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> Ratio:
-    """Returns a group's contribution (sum dx dy, sum dx dx) to the least-squares slope of y on x, centered on its
-    means.
-    """
+    """Returns (sum dx dy, sum dx dx) about a group's means: its contribution to the least-squares slope of y on x."""
     if not xs:
         return Ratio(0.0, 0.0)
     mean_x, mean_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
@@ -129,10 +125,7 @@ def _sign(difference: float) -> int:
 
 
 class FlipRates(msgspec.Struct, frozen=True):
-    """False-positive and false-negative rates of 0/1 rewards.
-
-    Example: 30 of 200 wrong attempts got a 1: false_positive 0.15.
-    """
+    """Rates of wrong 0/1 rewards. Example: 30 of 200 wrong attempts got a 1: false_positive 0.15."""
 
     false_positive: Measure  # share of the attempts with gold 0 that got a 1
     false_negative: Measure  # share of the attempts with gold 1 that got a 0
@@ -141,10 +134,7 @@ class FlipRates(msgspec.Struct, frozen=True):
 
     @property
     def is_usable(self) -> bool:
-        """Whether verdicts carry any information about the truth, at the three digits shown.
-
-        `judge.noise` rejects useless rates.
-        """
+        """Whether `judge.noise` accepts the rates, at the three digits shown: verdicts depend on the truth."""
         return round(self.false_positive.value, 3) + round(self.false_negative.value, 3) < 1
 
 

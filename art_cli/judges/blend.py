@@ -6,6 +6,7 @@ If one judge fails, the group stays owed, because a mean over the other judges w
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from art_cli.config.schema import RunConfig
 from art_cli.config.sections.judge_config import (
@@ -27,15 +28,8 @@ AnySeveral = BlendJudgeConfig | CascadeJudgeConfig | FeedbackJudgeConfig
 class SeveralJudges(Judge):
     """A judge that asks others, by name, and sums up what they cost."""
 
-    def __init__(
-        self, config: AnySeveral, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
-    ) -> None:
-        named = named_judges(config)
-        has_several = sum(isinstance(each, RulerJudgeConfig) for each in named.values()) > 1  # separate budgets
-        self.judges = judges or {
-            name: make_judge(each, directory, job=f"{job}#{name}" if job and has_several else job)
-            for name, each in named.items()
-        }
+    def __init__(self, judges: Mapping[str, Judge]) -> None:
+        self.judges = judges
         self.in_flight = max((judge.in_flight for judge in self.judges.values()), default=self.in_flight)
         self.needs_reward = any(judge.needs_reward for judge in self.judges.values())
         self.spent_usd = sum(judge.spent_usd for judge in self.judges.values())
@@ -57,7 +51,8 @@ class SeveralJudges(Judge):
     def for_trial(cls, config: AnySeveral, directory: Path) -> "SeveralJudges":
         named = named_judges(config).items()
         tried = {name: judge_class(each, directory).for_trial(each, directory) for name, each in named}
-        return cls(config, directory, judges=tried)
+        judge: SeveralJudges = cast(Any, cls)(config, directory, judges=tried)
+        return judge
 
     @classmethod
     def missing_keys(cls, config: AnySeveral, directory: Path) -> dict[str, str]:
@@ -90,7 +85,7 @@ class BlendJudge(SeveralJudges):
     def __init__(
         self, config: BlendJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
     ) -> None:
-        super().__init__(config, directory, job=job, judges=judges)
+        super().__init__(judges or make_each(config, directory, job))
         self.weights = config.blend
         self.compares = any(judge.compares for judge in self.judges.values())
 
@@ -129,6 +124,14 @@ class BlendJudge(SeveralJudges):
     def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
         known = [each for judge in self.judges.values() if (each := judge.estimate(group)) is not None]
         return sum(known, CostEstimate()) if known else None
+
+
+def make_each(config: AnySeveral, directory: Path, job: str) -> dict[str, Judge]:
+    """Creates each judge in it. Several RULER judges have separate budgets."""
+    named = named_judges(config)
+    has_several = sum(isinstance(each, RulerJudgeConfig) for each in named.values()) > 1
+    jobs = {name: f"{job}#{name}" if job and has_several else job for name in named}
+    return {name: make_judge(each, directory, job=jobs[name]) for name, each in named.items()}
 
 
 def single_judges(config: RunConfig) -> Iterator[NamedJudgeConfig | NoJudgeConfig]:

@@ -29,7 +29,7 @@ from art_cli.config.checks import ranks
 from art_cli.config.schema import CascadeJudgeConfig, RunConfig
 from art_cli.judges import Judge, Verdict, make_key
 from art_cli.judges.agreement import Ratio, pairwise
-from art_cli.judges.blend import SeveralJudges
+from art_cli.judges.blend import SeveralJudges, make_each
 from art_cli.judges.costs import CostEstimate
 from art_cli.judges.shadow_judges import is_chosen, named_score
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
@@ -46,7 +46,7 @@ class CascadeJudge(SeveralJudges):
     def __init__(
         self, config: CascadeJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
     ) -> None:
-        super().__init__(config, directory, job=job, judges=judges)
+        super().__init__(judges or make_each(config, directory, job))
         self.config, self.compares = config, ranks(config)
         self._doubts = list[float]()  # of all groups with pairs, ascending
         self._num_unsure = 0  # groups asked for doubt

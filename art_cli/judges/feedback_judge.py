@@ -6,7 +6,7 @@ from pathlib import Path
 
 from art_cli.config.sections.judge_config import FeedbackJudgeConfig
 from art_cli.judges import Judge, Verdict, make_key
-from art_cli.judges.blend import SeveralJudges
+from art_cli.judges.blend import SeveralJudges, make_each
 from art_cli.judges.costs import CostEstimate
 from art_cli.runs.feedback import COMMENT, DEMONSTRATION, FEEDBACK_FILE, latest, rating
 from art_cli.runs.trajectory import Score, Trajectory
@@ -22,7 +22,7 @@ class FeedbackJudge(SeveralJudges):
         self, config: FeedbackJudgeConfig, directory: Path, *, job: str = "", judges: Mapping[str, Judge] | None = None
     ) -> None:
         """Reads the feedback. Raises UsageError for a missing file, and DataError for an unreadable one."""
-        super().__init__(config, directory, job=job, judges=judges)
+        super().__init__(judges or make_each(config, directory, job))
         self._otherwise = self.judges.get("otherwise")
         self.compares = self._otherwise is not None and self._otherwise.compares
         self.title, self._metric = f"feedback {config.metric}", config.metric

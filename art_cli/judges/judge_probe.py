@@ -130,9 +130,7 @@ def plan(number: int, group: Group, config: JudgeConfig) -> Iterator[Ask]:
 
 
 async def probe(config: JudgeConfig, directory: Path, asks: Sequence[Ask]) -> ProbeReport:
-    """Asks the judge and measures the results; failures are counted. Raises JudgeError if no unedited group was
-    judged.
-    """
+    """Asks the judge, counts failures and measures. Raises JudgeError if no unedited group was judged."""
     answers: Answers = defaultdict(list)
     failures, stopped, usage = list[str](), dict[int, JudgeStopped](), Usage()
 
@@ -219,9 +217,7 @@ def _shift(probe: JudgeProbe, rows: Sequence[Sequence[float]], num_probes: int) 
 
 
 def p_value(rows: Sequence[Sequence[float]]) -> float:
-    """Returns the probability that drawing one value per row gives a sum at least as far from 0 as the first column's
-    sum.
-    """
+    """Returns the probability that a random value per row gives a sum as far from 0 as the first column's sum."""
     draw = np.random.default_rng(0)
     sums = np.sum([np.asarray(row)[draw.integers(len(row), size=DRAWS)] for row in rows], axis=0)
     return float(1 + np.count_nonzero(abs(sums) >= abs(sum(row[0] for row in rows)) - EQUAL_REWARDS)) / (1 + DRAWS)

@@ -384,16 +384,10 @@ def _flip_lines(flips: FlipRates, gold: str) -> Lines:
         ("  false positives", f"{interval(flips.false_positive)}   of {flips.num_wrong} attempts with gold 0"),
         ("  false negatives", f"{interval(flips.false_negative)}   of {flips.num_right} attempts with gold 1"),
     ]
-    if not flips.is_usable:
-        return [
-            *lines,
-            ("  for judge.noise", "nothing: with rates that add up to 1 or more, verdicts do not depend on the truth"),
-        ]
     rates = f"{{false_positive: {flips.false_positive.value:.3f}, false_negative: {flips.false_negative.value:.3f}}}"
-    return [
-        *lines,
-        ("  for judge.noise", f"{rates}   (copied into the configuration, training allows for these flips)"),
-    ]
+    noise = f"{rates}   (copied into the configuration, training allows for these flips)"
+    useless = "nothing: with rates that add up to 1 or more, verdicts do not depend on the truth"
+    return [*lines, ("  for judge.noise", noise if flips.is_usable else useless)]
 
 
 def _judge_lines(judge: JudgeReport, gold: str | None) -> Lines:

@@ -23,9 +23,7 @@ _SNAPSHOT = re.compile(r"-(\d{4}-\d\d-\d\d|\d{8})")
 
 
 class Retirement(NamedTuple):
-    """Example: Retirement("openai/o3", date(2026, 12, 11), False); str() gives "openai/o3 is shut down on
-    2026-12-11".
-    """
+    """Example: Retirement("openai/o3", date(2026, 12, 11), False) is "openai/o3 is shut down on 2026-12-11"."""
 
     model: str
     day: date

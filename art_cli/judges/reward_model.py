@@ -63,9 +63,7 @@ class RewardModelJudge(Judge):
             await asyncio.to_thread(self._load)
 
     async def judge(self, group: Sequence[Trajectory]) -> Mapping[str, Verdict]:
-        """Returns the selected output as reward. Raises JudgeError for non-finite scores, JudgeStopped if loading
-        fails.
-        """
+        """Returns the selected output as reward. Raises JudgeError if not finite, JudgeStopped if loading fails."""
         if not group:
             return {}
         async with self._turn:

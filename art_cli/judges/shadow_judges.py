@@ -100,9 +100,7 @@ def is_chosen(name: str, trajectory: Trajectory, share: float) -> bool:
 
 
 def named_score(name: str, verdict: Verdict) -> Score:
-    """Converts a verdict to a score named after the shadow judge, with explanation and votes if there is a single
-    score.
-    """
+    """Converts a verdict to a score named after the judge; a single score keeps its explanation and votes."""
     if len(verdict.scores) == 1:
         return msgspec.structs.replace(verdict.scores[0], judge=name, score=verdict.reward)
     return Score(judge=name, score=verdict.reward)

@@ -5,48 +5,31 @@ from pathlib import Path
 
 from art_cli.config.schema import RunConfig
 from art_cli.judges import Judge, make_judge
-from art_cli.judges.costs import CostEstimate, Usage
+from art_cli.judges.blend import SeveralJudges
+from art_cli.judges.costs import CostEstimate
 from art_cli.judges.trial import require_keys
 from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import JudgeError
 
 
-class SourceJudges(Judge):
+class SourceJudges(SeveralJudges):
     """Delegates to one judge per source; `of` returns the judge for a group. Sources may share a judge."""
 
     title = "the sources' judges"
 
     def __init__(self, judges: Mapping[str, Judge]) -> None:
-        self._judges = judges
-        self._each = list({id(judge): judge for judge in judges.values()}.values())
-        self.spent_usd = sum(judge.spent_usd for judge in self._each)
-        self.is_priced = all(judge.is_priced for judge in self._each)
+        super().__init__({str(id(judge)): judge for judge in judges.values()})
+        self._by_source = judges
 
     def of(self, group: Sequence[Trajectory]) -> Judge:
         """Raises JudgeError for an unknown source."""
         source = group[0].source or ""
-        if source not in self._judges:
-            raise JudgeError(f"its source is {source!r}; rollout.sources has: {', '.join(self._judges)}")
-        return self._judges[source]
-
-    @property
-    def usage(self) -> Usage:
-        return sum((judge.usage for judge in self._each), Usage())
+        if source not in self._by_source:
+            raise JudgeError(f"its source is {source!r}; rollout.sources has: {', '.join(self._by_source)}")
+        return self._by_source[source]
 
     def estimate(self, group: Sequence[Trajectory]) -> CostEstimate | None:
         return self.of(group).estimate(group)
-
-    def reseed(self) -> None:
-        for judge in self._each:
-            judge.reseed()
-
-    async def open(self) -> None:
-        for judge in self._each:
-            await judge.open()
-
-    async def close(self) -> None:
-        for judge in self._each:
-            await judge.close()
 
 
 def make_judges(config: RunConfig, directory: Path, *, job: str = "") -> Judge:

@@ -306,10 +306,7 @@ def _without_queue(periods: Sequence[Sequence[tuple[float, float]]], agents: int
 
 
 def _rates(waves: Sequence[_Wave], agent_s: float, times: Sequence[StepTimes], layout: RunLayout) -> Rates:
-    """Fits the waves' seconds to all work done during each wave, by least squares.
-
-    Work is assumed to be spread evenly over a wave.
-    """
+    """Fits the waves' seconds to all work done meanwhile, spread evenly over each wave, by least squares."""
     begin, end, sampled = np.array([wave[:3] for wave in waves]).T
     _, _, prompt, longest, num = np.array([wave.call for wave in waves], np.float64).T
     per_second = [amount / np.maximum(end - begin, SHORT_S) / layout.replicas for amount in (prompt, sampled, num)]

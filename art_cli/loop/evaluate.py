@@ -75,10 +75,7 @@ class JudgedRewards(NamedTuple):
 async def judged_rewards(
     config: RunConfig, judge: Judge, trajectories: Sequence[Trajectory], references: Callable[[], Sequence[Trajectory]]
 ) -> JudgedRewards:
-    """Returns the rewards of the sources that a judge scores.
-
-    `references` reads the reference attempts when a source needs them.
-    """
+    """Returns the rewards of the sources that a judge scores. `references` reads reference attempts if needed."""
     found = JudgedRewards({}, False)
     for name, part in config.by_source.items():
         ours = of_source(trajectories, name)
@@ -361,10 +358,7 @@ def parse_gate(text: str, policies: Sequence[str] = ()) -> Gate:
 
 
 def _parse_difference(text: str, policies: Sequence[str]) -> tuple[str, float] | None:
-    """Returns (policy, offset) for "NAME", "NAME-0.02" or "NAME + 0.1".
-
-    Names may contain signs, so long names are tried first.
-    """
+    """Returns (policy, offset) for "NAME", "NAME-0.02" or "NAME + 0.1". A name may contain signs: long ones first."""
     names = {BASELINE: policies[0]} | {name: name for name in policies}
     for name in sorted(names, key=len, reverse=True):
         if text.startswith(name) and (rest := re.fullmatch(rf"(?:\s*([+-])\s*({_NUMBER}))?", text[len(name) :])):

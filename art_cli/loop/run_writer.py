@@ -79,10 +79,7 @@ class RunWriter:
 
 
 async def find_start(writer: RunWriter, loaded: LoadedConfig, data: RunData) -> int:
-    """Loads the newest valid checkpoint and returns its step.
-
-    Without a checkpoint, makes step 0, after sft if configured.
-    """
+    """Loads the newest valid checkpoint, or makes step 0, after sft if configured. Returns its step."""
     files, newest = writer.files, writer.files.newest_checkpoint()
     files.set_aside(above=-1 if newest is None else newest[1].step)
     if newest is not None:

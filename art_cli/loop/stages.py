@@ -148,10 +148,7 @@ def _check_same(
 
 
 async def judge(loaded: LoadedConfig, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
-    """Returns the complete groups, scored by the configured judge.
-
-    Raises JudgeError if a group cannot be scored.
-    """
+    """Returns the complete groups, scored by the configured judge. Raises JudgeError if a group cannot be scored."""
     await asyncio.to_thread(require_all_keys, loaded.config, loaded.directory)
     judges = make_judges(loaded.config, loaded.directory)
     try:

@@ -69,10 +69,7 @@ def second_length(num_tokens: int, longest: int) -> int:
 
 
 def measure(learner: Learner, weights: Weights, num_tokens: int, parts: Collection[str] = ()) -> Cost:
-    """Returns the cost of a row.
-
-    Call it after a first step, which also checks packs.
-    """
+    """Returns the cost of a row. Call it after a first step, which also checks packs."""
     forget_peak(weights)
     metrics = step(learner, num_tokens, vocabulary=weights.vocabulary, parts=parts)
     return Cost(num_tokens, metrics.train_s, peak(weights))

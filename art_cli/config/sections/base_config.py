@@ -75,10 +75,7 @@ class Section(BaseModel):
 
 
 class ImportedVariants:
-    """More variants of a section, imported on first use.
-
-    Annotates a union: Annotated[A | B, ImportedVariants(names, section_of)].
-    """
+    """More variants of a section, imported on first use: Annotated[A | B, ImportedVariants(names, section_of)]."""
 
     def __init__(self, names: Iterable[str], section_of: Callable[[str], type[Section]]) -> None:
         self.names, self.section_of = tuple(names), section_of

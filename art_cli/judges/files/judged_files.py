@@ -76,9 +76,7 @@ _HEAD = msgspec.json.Decoder(_Head)
 
 @dataclass
 class Group:
-    """A group in the outline. Example: Group("s1", "own", size=4, lines={0: (1, 0), 1: (2, 812)}): two of four
-    attempts.
-    """
+    """A group in the outline. Example, 2 of 4 attempts: Group("s1", "own", size=4, lines={0: (1, 0), 1: (2, 812)})."""
 
     group_id: str
     kind: Kind
@@ -237,9 +235,7 @@ def read_line(line: bytes, group: Group, index: int) -> list[Trajectory]:
 
 
 def _read_art_group(record: Json, group: Group) -> list[Trajectory]:
-    """Returns an ART group's trajectories, then its exceptions as failed trajectories; group metadata is added to
-    each.
-    """
+    """Returns an ART group's trajectories, then its exceptions as failed ones; all get the group's metadata."""
     found = msgspec.convert(record, _ArtGroup)
     about = {key: value for key, value in record.items() if key not in ("trajectories", "exceptions") and value}
     read = [_read_foreign(one, group, index) for index, one in enumerate(found.trajectories)]

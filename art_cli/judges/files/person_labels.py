@@ -251,9 +251,7 @@ class PersonLabels:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def ordered(self) -> list[tuple[float, bool]]:
-        """Returns (time, judge and person agree) for random pairs ordered by both. Other pairs are selected for likely
-        errors.
-        """
+        """Returns (time, judge and person agree) for random pairs that both order. Other pairs are likely errors."""
         return [
             (label.time, difference * sign > 0)
             for number, sign in self._signs.items()

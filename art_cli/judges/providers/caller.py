@@ -133,9 +133,7 @@ class Caller:
 
     @contextlib.asynccontextmanager
     async def _until_known(self) -> AsyncIterator[None]:
-        """With a budget, makes calls sequentially until a first answer shows the typical completion length, including
-        reasoning.
-        """
+        """With a budget, makes single calls until the first answer shows the completion length, with reasoning."""
         if self._completion_tokens or not self._budget.is_limited:
             yield
             return

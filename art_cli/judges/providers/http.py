@@ -124,9 +124,7 @@ class HttpProvider(Provider):
         return _Response(response.status, response.headers, answer)
 
     def _headers(self) -> dict[str, str]:
-        """Returns authorization headers, unless the URL contains credentials; for OpenAI also organization and
-        project.
-        """
+        """Returns the authorization, unless the URL has it; for OpenAI also organization and project."""
         key = os.environ.get(self.member.api_key_env or DEFAULT_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key and URL(self._url).user is None else {}
         return headers | (_account() if self.member.base_url is None else {})

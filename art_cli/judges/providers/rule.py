@@ -93,9 +93,7 @@ class RuleProvider(Provider):
 
 
 def answer(messages: Sequence[Json]) -> tuple[str, list[int]]:
-    """Returns the verdict as JSON text, and for each attempt a 0 and the numbers of the matching rules. Raises
-    RuleError.
-    """
+    """Returns the verdict as JSON, and per attempt a 0 and the numbers of the matching rules. Raises RuleError."""
     rules = read_rules(messages[0]["content"])
     scores, held = [], list[int]()
     for name, conversation in read_attempts(messages[1]["content"]).items():

@@ -247,9 +247,7 @@ def _merge(root: Part, stops: set[int], merged: dict[int, Part]) -> None:
 
 
 def repeated_texts(parts: Sequence[Part], min_length: int) -> list[str]:
-    """Returns texts of at least `min_length` characters that occur more than once in the tree, in order of
-    appearance.
-    """
+    """Returns, in order of appearance, texts of at least `min_length` characters that the tree has repeatedly."""
     counts = Counter(
         segment.text
         for part in parts

@@ -43,10 +43,7 @@ class VerdictError(Exception):
 
 
 def parse_verdict(text: str, ids: Sequence[str]) -> dict[str, Entry]:
-    """Returns an entry per id. The verdict may be in a code fence or in prose; multiple verdicts must agree.
-
-    Raises VerdictError.
-    """
+    """Returns an entry per id. Several verdicts, in code fences or prose, must agree. Raises VerdictError."""
     if not text.strip():
         raise VerdictError(["the answer is empty"])
     if len(text) > MAX_ANSWER:

@@ -487,10 +487,7 @@ def _start_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
 
 
 def _follow_canary(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
-    """Reads the feedback so far, and promotes or rolls back if it decides.
-
-    Raises RunError if served.json changed meanwhile.
-    """
+    """Reads the feedback; promotes or rolls back if it decides. Raises RunError if served.json changed meanwhile."""
     config, trial = _section(loaded).canary, night.trial
     assert trial is not None, "a canary has begun"
     served = read_served(nights.run)

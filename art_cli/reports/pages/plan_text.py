@@ -56,10 +56,7 @@ def _learned(promise: Promise) -> Iterator[Row]:
 
 
 def _goal(found: Measured, goal: float) -> str:
-    """Compares a desired reward with the played step.
-
-    It does not forecast, because a single step cannot show the end.
-    """
+    """Compares a desired reward with the played step. A single step cannot show the end, so nothing is forecast."""
     if found.reward_mean is None or found.reward_best is None:
         return "no attempt has a reward"
     if found.reward_mean >= goal:

@@ -177,10 +177,7 @@ def observations(attempt: Trajectory, source: TracedRun, split: str) -> Iterator
 
 
 def scores_of(attempt: Trajectory, source: TracedRun, split: str) -> Iterator[dict[str, Any]]:
-    """Yields the attempt's reward, its judges' scores and its metrics.
-
-    Sending an attempt again replaces its scores.
-    """
+    """Yields the attempt's reward, its judges' scores and its metrics. Sending it again replaces its scores."""
     trace = trace_id_of(attempt, source, split).hex()
     time = datetime.fromtimestamp(min(max(0.0, attempt.started_at), MAX_SECONDS), UTC).isoformat()
 
