@@ -19,17 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from art_cli.config import schema
 from art_cli.config.checks import ranks
 from art_cli.config.compose import LoadedConfig
-from art_cli.config.schema import (
-    DistillConfig,
-    EmbeddedEngineConfig,
-    GrpoConfig,
-    NoJudgeConfig,
-    RewardModelJudgeConfig,
-    RunConfig,
-    VllmEngineConfig,
-)
+from art_cli.config.schema import RunConfig
 from art_cli.engines import EngineTraits, engine_traits
 from art_cli.engines.vllm.arguments import own_server, own_share
 from art_cli.judges.blend import single_judges
@@ -124,7 +117,7 @@ def decide_engine(
     base = str(local) if local.is_dir() else config.model.base
     choice = choose_engine(machine or Machine(), obstacle=obstacle, base=base, quantize=config.model.quantize)
     log.info("engine %s (auto: %s)", choice.name, choice.reason)
-    engine = VllmEngineConfig(name="vllm") if choice.name == "vllm" else EmbeddedEngineConfig()
+    engine = schema.VllmEngineConfig(name="vllm") if choice.name == "vllm" else schema.EmbeddedEngineConfig()
     return loaded.with_value("engine", engine, choice.reason)
 
 
@@ -154,9 +147,9 @@ def decide_by_base(
 def _decide_baseline(loaded: LoadedConfig) -> LoadedConfig:
     """Chooses the shrunk baseline for small steps of rewards that compare across scenarios."""
     config, loss, rollout = loaded.config, loaded.config.loss, loaded.config.rollout
-    if not isinstance(loss, GrpoConfig) or loss.baseline != "auto" or config.algorithm is not None:
+    if not isinstance(loss, schema.GrpoConfig) or loss.baseline != "auto" or config.algorithm is not None:
         return loaded
-    has_noise = not isinstance(config.judge, NoJudgeConfig) and config.judge.noise is not None
+    has_noise = not isinstance(config.judge, schema.NoJudgeConfig) and config.judge.noise is not None
     reason, num = f"a step has {rollout.groups_per_step} groups of {rollout.group_size}", rollout.groups_per_step
     if num < LEAST_GROUPS or num * rollout.group_size > SMALL_STEP:
         return loaded.with_value("loss.baseline", "group", reason)
@@ -242,10 +235,10 @@ def _other_bytes(config: RunConfig, directory: Path) -> float:
     A model whose size cannot be read counts as 0, because loading it reports the problem.
     """
     first = ("auto", "cuda", "cuda:0")
-    judges = [each for each in single_judges(config) if isinstance(each, RewardModelJudgeConfig)]
+    judges = [each for each in single_judges(config) if isinstance(each, schema.RewardModelJudgeConfig)]
     here = first if config.learner.device in first else (config.learner.device,)
     models = {(each.model, True) for each in judges if each.device in here}
-    if isinstance(config.loss, DistillConfig) and config.loss.teacher.base_url is None:
+    if isinstance(config.loss, schema.DistillConfig) and config.loss.teacher.base_url is None:
         models.add((config.loss.teacher.model, False))
     num_bytes = 0.0
     for name, is_judge in models:

@@ -20,27 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from art_cli.config import schema
 from art_cli.config.checks import untrainable
 from art_cli.config.compose import LoadedConfig, LoadedJudge
 from art_cli.config.key_locations import show
-from art_cli.config.schema import (
-    BlendJudgeConfig,
-    CascadeJudgeConfig,
-    DistillConfig,
-    FeedbackJudgeConfig,
-    FunctionJudgeConfig,
-    JudgeModelConfig,
-    LoraConfig,
-    ModelConfig,
-    NamedJudgeConfig,
-    NoJudgeConfig,
-    OwnTrackerConfig,
-    RewardModelJudgeConfig,
-    RolloutConfig,
-    RulerJudgeConfig,
-    ScenariosConfig,
-    no_litellm,
-)
 from art_cli.config.sections.rollout_config import RayClusterConfig, is_dataset
 from art_cli.config.store_address import missing_client
 from art_cli.judges.blend import named_judges
@@ -145,7 +128,7 @@ def _rollout(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield from _scenarios("rollout.scenarios", rollout.scenarios, directory)
 
 
-def _environment(rollout: RolloutConfig) -> Iterator[Wrong]:
+def _environment(rollout: schema.RolloutConfig) -> Iterator[Wrong]:
     """Checks only the library. Environments and settings are only known after importing."""
     assert rollout.environment is not None
     try:
@@ -209,10 +192,10 @@ def _engine(loaded: LoadedConfig) -> Iterator[Wrong]:
 
 def _judge(loaded: LoadedConfig | LoadedJudge) -> Iterator[Wrong]:
     judge = loaded.config.judge if isinstance(loaded, LoadedConfig) else loaded.config
-    if isinstance(judge, BlendJudgeConfig):
+    if isinstance(judge, schema.BlendJudgeConfig):
         for name, each in judge.judges.items():
             yield from _one_judge(f"judge.judges.{name}", each, loaded.directory)
-    elif isinstance(judge, CascadeJudgeConfig | FeedbackJudgeConfig):
+    elif isinstance(judge, schema.CascadeJudgeConfig | schema.FeedbackJudgeConfig):
         for name, each in named_judges(judge).items():
             yield from _one_judge(f"judge.{name}", each, loaded.directory)
     else:
@@ -224,22 +207,22 @@ def _shadow(loaded: LoadedConfig) -> Iterator[Wrong]:
         yield from _one_judge(f"shadow.{name}.judge", each.judge, loaded.directory)
 
 
-def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Path) -> Iterator[Wrong]:
-    if isinstance(judge, FunctionJudgeConfig):
+def _one_judge(key: str, judge: schema.NamedJudgeConfig | schema.NoJudgeConfig, directory: Path) -> Iterator[Wrong]:
+    if isinstance(judge, schema.FunctionJudgeConfig):
         yield from _entry(f"{key}.entry", judge.entry, directory)
-    elif isinstance(judge, RewardModelJudgeConfig):
+    elif isinstance(judge, schema.RewardModelJudgeConfig):
         yield from _base(f"{key}.model", judge.model, directory, is_buildable=False)
-    elif isinstance(judge, RulerJudgeConfig):
+    elif isinstance(judge, schema.RulerJudgeConfig):
         for name, path in (("rubric", judge.rubric), ("instructions", judge.instructions)):
             if path is not None:
                 yield from _text(f"{key}.{name}", path, directory)
         if isinstance(judge.cache, Path):
             yield from _not_directory(f"{key}.cache", judge.cache, directory)
-        asked: dict[str, JudgeModelConfig] = {key: judge}
+        asked: dict[str, schema.JudgeModelConfig] = {key: judge}
         asked |= {f"{key}.panel.{index}": member for index, member in enumerate(judge.panel)}
         for section, model in asked.items():
             if model.needs_litellm and importlib.util.find_spec("litellm") is None:
-                yield Wrong(f"{section}.model", no_litellm(model))
+                yield Wrong(f"{section}.model", schema.no_litellm(model))
             if model.base_url is not None:
                 yield from _url(f"{section}.base_url", model.base_url)
 
@@ -247,7 +230,7 @@ def _one_judge(key: str, judge: NamedJudgeConfig | NoJudgeConfig, directory: Pat
 def _algorithm(loaded: LoadedConfig) -> Iterator[Wrong]:
     if loaded.config.algorithm is not None:
         yield from _entry("algorithm.entry", loaded.config.algorithm.entry, loaded.directory)
-    elif isinstance(loaded.config.loss, DistillConfig):
+    elif isinstance(loaded.config.loss, schema.DistillConfig):
         teacher = loaded.config.loss.teacher
         if teacher.base_url is not None:
             yield from _url("loss.teacher.base_url", teacher.base_url)
@@ -281,7 +264,7 @@ def _eval(loaded: LoadedConfig) -> Iterator[Wrong]:
 def _trackers(loaded: LoadedConfig) -> Iterator[Wrong]:
     numbered = {f"trackers.{index}": tracker for index, tracker in enumerate(loaded.config.trackers)}
     for key, tracker in ({"tracker": loaded.config.tracker} | numbered).items():
-        if isinstance(tracker, OwnTrackerConfig):
+        if isinstance(tracker, schema.OwnTrackerConfig):
             yield from _entry(f"{key}.entry", tracker.entry, loaded.directory)
 
 
@@ -317,7 +300,7 @@ def _data(key: str, spec: str, directory: Path) -> Iterator[Wrong]:
         yield Wrong(key, f"{_absence(path)}; expected a JSON-lines file or 'file.py:function'")
 
 
-def _scenarios(key: str, scenarios: ScenariosConfig, directory: Path) -> Iterator[Wrong]:
+def _scenarios(key: str, scenarios: schema.ScenariosConfig, directory: Path) -> Iterator[Wrong]:
     """Checks a file, a dataset directory, or "file.py:function". Hub datasets are checked when loaded."""
     path = directory / scenarios.source
     if scenarios.split is not None and not os.path.exists(path) and HUB_ID.fullmatch(scenarios.source):
@@ -483,7 +466,7 @@ def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) ->
         yield Wrong(key, f"{base[:100]!r} is {kinds}, and no hub id (owner/name)")
 
 
-def _pattern(lora: LoraConfig) -> Iterator[Wrong]:
+def _pattern(lora: schema.LoraConfig) -> Iterator[Wrong]:
     """Checks `targets` given as a string: "all-linear" or a regular expression for whole module names."""
     if isinstance(lora.targets, str):
         try:
@@ -492,7 +475,7 @@ def _pattern(lora: LoraConfig) -> Iterator[Wrong]:
             yield Wrong("model.lora.targets", f"{lora.targets[:60]!r} is not a regular expression: {error}")
 
 
-def missing_targets(model: ModelConfig, base: Path) -> Iterator[Wrong]:
+def missing_targets(model: schema.ModelConfig, base: Path) -> Iterator[Wrong]:
     """Yields the names in `model.lora.targets` that match no module of the model in directory `base`.
 
     Weights in other formats than safetensors are checked when the model is loaded.
