@@ -25,7 +25,7 @@ from art_cli.rollouts.near_duplicates import is_same, words_of
 from art_cli.rollouts.scenario_files import load_scenarios
 from art_cli.runs.durable import write_lines
 from art_cli.runtime import threads
-from art_cli.runtime.errors import DataError, JudgeError, JudgeStopped, UsageError, printable
+from art_cli.runtime.errors import DataError, JudgeError, JudgeStopped, UsageError, brief, printable
 from art_cli.runtime.log import Bar, shown_bar
 
 log = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ def _tasks_before(output: Path, *, is_more: bool) -> list[Json]:
     before = load_scenarios(str(output.resolve()), output.resolve().parent)
     for scenario in before:
         if not isinstance(scenario.get("task"), str):
-            raise DataError(f'the scenario {printable(repr(scenario["id"]), limit=80)} has no "task"', output)
+            raise DataError(f'the scenario {brief(scenario["id"])} has no "task"', output)
     return before
 
 

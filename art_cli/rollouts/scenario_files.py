@@ -20,9 +20,9 @@ from art_cli.config.schema import RunConfig
 from art_cli.config.sections.rollout_config import ScenariosConfig
 from art_cli.rollouts import environments
 from art_cli.rollouts.tables import Columns, TableRow, is_table, table_scenarios
-from art_cli.rollouts.tables.columns import Json, brief, check_depth, check_id
+from art_cli.rollouts.tables.columns import Json, check_depth, check_id
 from art_cli.runs import json_lines
-from art_cli.runtime.errors import DataError, describe
+from art_cli.runtime.errors import DataError, brief, describe
 from art_cli.runtime.lots import is_drawn
 from art_cli.runtime.plugins import resolve
 

@@ -192,6 +192,11 @@ def printable(text: object, *, limit: int | None = None) -> str:
     return _UNPRINTABLE.sub(_escape, whole if limit is None or len(whole) <= limit else f"{whole[:limit]}...")
 
 
+def brief(value: object) -> str:
+    """Returns a short printable form of a value for error messages."""
+    return printable(repr(value), limit=80)
+
+
 def printable_lines(text: str) -> str:
     """Like `printable`, but keeps newlines and tabs."""
     return _UNPRINTABLE_IN_LINES.sub(_escape, text)

@@ -24,7 +24,7 @@ from art_cli.formats.imported_attempt import error_in, with_system
 from art_cli.runs.durable import newer_schema
 from art_cli.runs.json_lines import Line, decode, is_torn, lines, require_file
 from art_cli.runs.trajectory import MAX_GROUP_SIZE, SCHEMA_VERSION, Json, Trajectory
-from art_cli.runtime.errors import DataError, printable
+from art_cli.runtime.errors import DataError, brief, printable
 
 log = logging.getLogger(__name__)
 _OWN = msgspec.json.Decoder(Trajectory)
@@ -144,16 +144,16 @@ class TrajectoryFile:
         if not isinstance(head.id, str) or not isinstance(head.group_id, str):
             raise ValueError('"id" and "group_id" of a trajectory are strings')
         if not 1 <= head.group_size <= MAX_GROUP_SIZE:
-            raise ValueError(f'"group_size" is {_brief(head.group_size)}, not between 1 and {MAX_GROUP_SIZE:,}')
+            raise ValueError(f'"group_size" is {brief(head.group_size)}, not between 1 and {MAX_GROUP_SIZE:,}')
         if not 0 <= head.index < head.group_size:
-            raise ValueError(f'"index" is {_brief(head.index)}, not between 0 and group_size - 1')
+            raise ValueError(f'"index" is {brief(head.index)}, not between 0 and group_size - 1')
         group = self._open_group(head.group_id, "own", size=head.group_size)
-        name = _brief(group.group_id)
+        name = brief(group.group_id)
         if group.size != head.group_size:
             raise ValueError(f"group {name} has {group.size} attempts by an earlier line, {head.group_size} by this")
         owner = self._owners.setdefault((group.group_id, head.index), head.id)
         if owner != head.id:
-            raise ValueError(f"place {head.index} of group {name} is {_brief(owner)} already, not {_brief(head.id)}")
+            raise ValueError(f"place {head.index} of group {name} is {brief(owner)} already, not {brief(head.id)}")
         group.lines[head.index] = (line.number, line.offset)
         group.count = len(group.lines)
 
@@ -161,7 +161,7 @@ class TrajectoryFile:
         """Returns the named group, creating it if needed. Raises ValueError on mixed formats."""
         group = self.groups.setdefault(name, Group(name, kind, size))
         if group.kind != kind or (kind == "art" and group.lines):
-            raise ValueError(f"group {_brief(name)} already exists in another format, in line {group.first_line}")
+            raise ValueError(f"group {brief(name)} already exists in another format, in line {group.first_line}")
         return group
 
     def _find_group_id(self, head: _Head, line: bytes) -> str:
@@ -186,7 +186,7 @@ class TrajectoryFile:
                     raise DataError(_words(error), self.path, number) from error
                 for trajectory in read:
                     if trajectory.id in names:
-                        raise DataError(f"id {_brief(trajectory.id)} is used twice in its group", self.path, number)
+                        raise DataError(f"id {brief(trajectory.id)} is used twice in its group", self.path, number)
                     names.add(trajectory.id)
                 trajectories += read
         return trajectories
@@ -205,11 +205,6 @@ def _cure(numbers: Sequence[int]) -> str:
     also = f" (also line{'s' * (len(others) > 1)} {', '.join(map(str, others))}" if others else ""
     end = f" and {more} more)" if more > 0 else ")" * bool(also)
     return f"mend the line, or remove it{also}{end}"
-
-
-def _brief(value: object) -> str:
-    """Returns a short printable value for error messages."""
-    return printable(repr(value), limit=80)
 
 
 def _words(error: Exception) -> str:

@@ -22,7 +22,7 @@ from art_cli.judges.judge_groups import JudgeProgress, judge_groups
 from art_cli.runs.durable import LineWriter
 from art_cli.runs.json_lines import decode
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory, score_trajectory
-from art_cli.runtime.errors import RunError, printable
+from art_cli.runtime.errors import RunError, brief, printable
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def _find_fault(
     found: ScoredTrajectory, expected: Trajectory | None, source: TrajectoryFile, settings: str
 ) -> str | None:
     """Returns the reason why a line is not `expected` scored with these settings, if any."""
-    name = printable(repr(found.id), limit=80)
+    name = brief(found.id)
     if expected is None or found.id != expected.id:
         return f"trajectory {name} is not in {source.path}"
     if not _is_same(found, expected):

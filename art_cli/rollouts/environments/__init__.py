@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from art_cli.runtime.errors import UsageError, describe, no_such_option, printable
+from art_cli.runtime.errors import UsageError, brief, describe, no_such_option
 
 if TYPE_CHECKING:
     from art_cli.rollouts.policy import Policy
@@ -179,7 +179,7 @@ def check_args(settings: Settings, defaults: Json) -> None:
         is_whole = type(default) is float and type(value) is int  # a whole number for a number
         if default is not None and type(value) is not type(default) and not is_whole:
             kind, where = KINDS.get(type(default), "something else"), f"rollout.environment.args.{name}"
-            raise UsageError(f"{where}: {settings.name} takes {kind} there, not {printable(repr(value), limit=80)}")
+            raise UsageError(f"{where}: {settings.name} takes {kind} there, not {brief(value)}")
 
 
 def plain_defaults(values: Json) -> Json:

@@ -21,7 +21,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from art_cli.rollouts.environments import Json
-from art_cli.runtime.errors import UsageError, describe, printable
+from art_cli.runtime.errors import UsageError, brief, describe, printable
 
 LOGGERS = ("mcp.client.stdio", "mcp.client.sse", "mcp.client.streamable_http", "mcp.client.client", "client")
 MAX_MESSAGE = 1 << 26  # maximum bytes of an HTTP answer; the mcp package limits SSE events to 1 MiB
@@ -168,9 +168,9 @@ async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
             if chosen and tool.name not in chosen:
                 continue
             if tool.name in found:
-                raise ValueError(f"it has two tools {_shown_error(tool.name)}")
+                raise ValueError(f"it has two tools {brief(tool.name)}")
             if not 0 < len(tool.name) <= MAX_NAME or not tool.name.isprintable() or " " in tool.name:
-                shown = _shown_error(tool.name)
+                shown = brief(tool.name)
                 raise ValueError(f"{shown} is not a valid tool name; list the tools that the agent needs in args.tools")
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             found[tool.name] = {"type": "function", "function": function}
@@ -187,7 +187,3 @@ async def list_tools(client: Client, chosen: list[str]) -> list[Json]:
             f"its tools are {size:,} characters of JSON; list the tools that the agent needs in args.tools"
         )
     return list(found.values())
-
-
-def _shown_error(name: str) -> str:
-    return printable(repr(name), limit=80)

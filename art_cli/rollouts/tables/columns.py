@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from art_cli.runtime.errors import DataError, printable
+from art_cli.runtime.errors import DataError, brief, printable
 from art_cli.runtime.processes.plain_json import MAX_CHAT_DEPTH, is_deep
 
 log = logging.getLogger(__name__)
@@ -118,11 +118,6 @@ def check_depth(scenario: Json, source: object, line: int | None = None) -> None
     """Raises DataError for a scenario with too many nesting levels."""
     if is_deep(scenario, MAX_CHAT_DEPTH):
         raise DataError(f"nested deeper than {MAX_CHAT_DEPTH} levels", source, line)
-
-
-def brief(value: object) -> str:
-    """Returns a short printable form of a value for error messages."""
-    return printable(repr(value), limit=80)
 
 
 def _no_column(name: str, there: Sequence[str]) -> str:
