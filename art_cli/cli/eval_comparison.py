@@ -184,7 +184,7 @@ class Watch:
     def see(self, trajectory: Trajectory) -> None:
         """Raises UsageError if a gate names an unknown metric, or the judge's key is not set."""
         self._names.see(trajectory)
-        if self._may_judge and evaluate.is_contest(self._loaded.config, [trajectory]):
+        if self._may_judge and evaluate.contests(self._loaded.config, [trajectory]):
             self._may_judge = False  # one check is enough
             require_all_keys(self._loaded.config, self._loaded.directory)
 
@@ -246,7 +246,7 @@ async def play(
 def judge(loaded: LoadedConfig, played: dict[str, list[Trajectory]], results: dict[str, Values]) -> None:
     """Adds the judge's rewards if rollouts returned none. For a comparing judge, the reward is the share of wins
     against the first policy."""
-    silent = [name for name, done in played.items() if evaluate.is_contest(loaded.config, done)]
+    silent = [name for name, done in played.items() if evaluate.contests(loaded.config, done)]
     first, names = next(iter(played)), ", ".join(sorted({part.judge.name for part in loaded.config.by_source.values()}))
     if first not in silent:
         return

@@ -29,7 +29,7 @@ from art_cli.loop.simulation import (
     call_seconds,
     simulate,
 )
-from art_cli.runs.history import MAX_NUMBER, read_updates
+from art_cli.runs.history import MAX_NUMBER, as_mapping, read_updates
 from art_cli.runs.run_checkpoints import run_config
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.trajectory import ScoredTrajectory, has_signal
@@ -105,7 +105,7 @@ def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: i
         raise DataError("no step was measured, or a step has impossible times", files.root)
     layout, epochs = (
         read_layout(config := run_config(files)),
-        _count(_mapping(config.get("train")), "epochs_per_step", 1),
+        _count(as_mapping(config.get("train")), "epochs_per_step", 1),
     )
     read = [_read_step(files, *step, layout.agents, epochs, num_groups) for step in measured.items()]
     steps, times = [each.played for each in read], [each.times for each in read]
@@ -166,17 +166,13 @@ def _corrected(rates: Rates, factor: float) -> Rates:
 
 def read_layout(config: Mapping[str, Any]) -> RunLayout:
     """Returns the layout for a resolved configuration."""
-    engine, learner, rollout, judge = (_mapping(config.get(name)) for name in SECTIONS)
-    args = {name.replace("_", "-"): value for name, value in _mapping(engine.get("args")).items()}
+    engine, learner, rollout, judge = (as_mapping(config.get(name)) for name in SECTIONS)
+    args = {name.replace("_", "-"): value for name, value in as_mapping(engine.get("args")).items()}
     slots = _count(engine, "max_batch", _count(args, "max-num-seqs", MAX_SLOTS))
     replicas, learners = _count(engine, "replicas", 1), _count(learner, "processes", 1) * _count(learner, "nodes", 1)
     concurrency = _count(rollout, "concurrency", slots * replicas)  # auto: the engine's capacity
     agents, judges = _count(rollout, "processes", 1), _count(judge, "concurrency", 0)
     return RunLayout(concurrency, replicas, slots, learners, agents, judges)
-
-
-def _mapping(section: Any) -> Mapping[str, Any]:
-    return section if isinstance(section, Mapping) else {}
 
 
 def _count(section: Mapping[str, Any], key: str, otherwise: int) -> int:

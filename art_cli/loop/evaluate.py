@@ -100,11 +100,6 @@ def code_of(loaded: LoadedConfig, parts: Sequence[Any]) -> list[bytes]:
     return [file.read_bytes() if file.is_file() else b"" for file in files]
 
 
-def is_contest(config: RunConfig, trajectories: Sequence[Trajectory]) -> bool:
-    """Returns True if a judge decides any source's reward."""
-    return bool(contests(config, trajectories))
-
-
 def contests(config: RunConfig, trajectories: Sequence[Trajectory]) -> list[str]:
     """Returns the sources whose evaluations a judge decides; [""] for a run without sources."""
     return [name for name, part in config.by_source.items() if is_judged(part, of_source(trajectories, name))]

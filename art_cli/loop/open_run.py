@@ -40,7 +40,6 @@ from art_cli.reports.trackers.tracker_dispatch import Trackers, open_trackers
 from art_cli.rollouts.rollout_runner import begin_rollouts
 from art_cli.rollouts.scenario_files import find_overlap
 from art_cli.runs.history import is_comparable, read_history
-from art_cli.runs.manifest import Origin
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.mirror import Mirror, NoMirror
 from art_cli.runtime import log as logs
@@ -121,7 +120,7 @@ async def open_run(claim: Claim, *, resume_hint: str | None = None) -> AsyncIter
         for each in (shadows, judge):  # after the learner's import of Unsloth, before its rehearsal and vLLM's start
             await each.open()
         await stack.enter_async_context(running_learner(learner, config, policy, interrupts))
-        origin = await _find_origin(config, policy)
+        origin = await read_origin(policy) if policy is not None and config.learner.trains_weights else None
         writer = RunWriter(config, files, policy, origin, learner, trackers, claim.mirror, interrupts)
         first = await find_start(writer, loaded, data)
         interrupts.stop_if_any()
@@ -173,7 +172,7 @@ def _shown(panel: RunPanel) -> Iterator[None]:
     if not can_draw():
         yield
         return
-    with drawn(panel.render), logs.showing_stages(panel):
+    with drawn(panel.render), logs.showing_stages(panel.stage):
         yield
 
 
@@ -210,13 +209,6 @@ def read_policy(decided: Decided) -> tuple[PolicySpec | None, Weights | None]:
     learner, is_remote = config.learner, config.learner.weights == "server"
     spec = read_spec(config.model, base, device=None if is_remote else learner.device, is_remote=is_remote)
     return msgspec.structs.replace(spec, learner_gpus=learner.processes), None
-
-
-async def _find_origin(config: RunConfig, policy: PolicySpec | None) -> Origin | None:
-    """Returns the origin of all the run's policies; None for prompts."""
-    if policy is None or not config.learner.trains_weights:
-        return None
-    return await read_origin(policy)
 
 
 def _shares_weights(config: RunConfig) -> bool:

@@ -23,7 +23,6 @@ from art_cli.judges.costs import Payer
 from art_cli.runs.history import History
 from art_cli.runs.parting import describe_parting, find_parting, read_beside
 
-STAGES = ("sample_s", "judge_s", "train_s")  # metrics that are summed for runs of older versions
 Series = Sequence[tuple[int, float]]  # (number of updates done, value), ascending
 
 
@@ -35,10 +34,8 @@ class RunMeter:
         self._payers, self._begin = payers, begin
         last = next((each for each in reversed(history.updates) if "run_s" in each.metrics), None)
         number = 0 if last is None else last.number
-        later = [each for each in history.updates if each.number > number]
         evaluations = [each.seconds or 0.0 for each in history.evaluations if each.step >= number]
-        stages = [each.metrics.get(name, 0.0) for each in later for name in STAGES]
-        self._seconds_before = (0.0 if last is None else last.metrics["run_s"]) + sum(stages) + sum(evaluations)
+        self._seconds_before = (0.0 if last is None else last.metrics["run_s"]) + sum(evaluations)
         recorded = sum(each.metrics.get("judge_usd", 0.0) for each in history.updates)
         spent = max((each.metrics.get("run_usd", 0.0) for each in history.updates), default=0.0)
         self._usd_before = max(recorded, spent, sum(payer.spent_usd for payer in payers))

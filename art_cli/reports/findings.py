@@ -141,7 +141,7 @@ def find_reasons(updates: Sequence[UpdateNumbers], best: int, step: int) -> list
     before = [update for update in updates if best - NEAR < update.number <= best] or since[:1]
     first, now = [update for update in updates if update.number <= step][:NEAR], since[-NEAR:]
     spans = _Spans(first, before, now)
-    found = [_entropy(spans), _signal(spans), *_doubled(spans), _length(spans), _failures(spans), _limits(spans)]
+    found = [_entropy(spans), _signal(spans), *_doubled(spans), _length(spans), *_ended(spans)]
     return [reason for reason in found if reason is not None] + _gradient(updates, since)
 
 
@@ -180,14 +180,12 @@ def _signal(spans: _Spans) -> Reason | None:
     return Reason("signal", text, NOTHING_TO_LEARN)
 
 
-def _doubled(spans: _Spans) -> list[Reason]:
-    """Returns the metrics of DOUBLED that have at least doubled since the best policy."""
-    found = []
+def _doubled(spans: _Spans) -> Iterator[Reason]:
+    """Yields the metrics of DOUBLED that have at least doubled since the best policy."""
     for kind, name, least, text, cure in DOUBLED:
         means = spans.means(methodcaller("get", name))
         if means is not None and means[2] >= max(least, 2 * means[1]):
-            found.append(Reason(kind, text.format(*means[1:]), cure))
-    return found
+            yield Reason(kind, text.format(*means[1:]), cure)
 
 
 def _length(spans: _Spans) -> Reason | None:
@@ -198,24 +196,15 @@ def _length(spans: _Spans) -> Reason | None:
     return Reason("length", f"sampled tokens of an attempt {how} from {means[1]:.3g} to {means[2]:.3g}", LIMITS)
 
 
-def _rise(spans: _Spans, name: str) -> tuple[float, float] | None:
-    """Returns a share of attempts before the best policy and now, if it rose by 0.05 or more."""
-    means = spans.means(lambda update: update.per_attempt(name))
-    return None if means is None or means[2] - means[1] < 0.05 else means[1:]
-
-
-def _failures(spans: _Spans) -> Reason | None:
-    if (rise := _rise(spans, "num_failed")) is None:
-        return None
-    return Reason(
-        "failures", "failed rollouts rose from {:.0%} to {:.0%}".format(*rise) + mostly(spans.now), MEND_ROLLOUT
-    )
-
-
-def _limits(spans: _Spans) -> Reason | None:
-    if (rise := _rise(spans, "num_limited")) is None:
-        return None
-    return Reason("limits", "rollouts at a limit rose from {:.0%} to {:.0%}".format(*rise), LIMITS)
+def _ended(spans: _Spans) -> Iterator[Reason]:
+    """Yields failures and limits if their share of the attempts rose by 0.05 or more."""
+    for kind, name, text, also, cure in (
+        ("failures", "num_failed", "failed rollouts", mostly(spans.now), MEND_ROLLOUT),
+        ("limits", "num_limited", "rollouts at a limit", "", LIMITS),
+    ):
+        means = spans.means(methodcaller("per_attempt", name))
+        if means is not None and means[2] - means[1] >= 0.05:
+            yield Reason(kind, f"{text} rose from {means[1]:.0%} to {means[2]:.0%}{also}", cure)
 
 
 def _gradient(updates: Sequence[UpdateNumbers], since: Sequence[UpdateNumbers]) -> list[Reason]:
@@ -290,15 +279,16 @@ def _evaluations_fell(history: History) -> Iterator[RunFinding]:
     for num, point in enumerate(history.evaluations):
         if "reward" not in point.metrics:
             continue
+        found = None
         if best is None or point.metrics["reward"] >= best.metrics["reward"]:
             best = point
-            yield from [fall] if fall else []
-            fall = None
-        elif (found := _compare(history, best, point, num)) is None:
-            yield from [fall] if fall else []
-            fall = None
         else:
-            fall = msgspec.structs.replace(fall, until=point.step) if fall else found
+            found = _compare(history, best, point, num)
+        if fall and found:
+            fall = msgspec.structs.replace(fall, until=point.step)
+        else:
+            yield from [fall] if fall else []
+            fall = found
     yield from [fall] if fall else []
 
 

@@ -187,24 +187,24 @@ def is_comparable(config: Mapping[str, Any]) -> bool:
     RULER only compares attempts within a group, and "none" gives no rewards. Scenarios in file order, or chosen by past
     success, may get harder by design.
     """
-    order = _mapping(config.get("rollout"))
+    order = as_mapping(config.get("rollout"))
     is_alike = order.get("shuffle") is not False and order.get("choose") != "adaptive"
     return is_alike and not any(map(_compares_or_is_none, judge_sections(config)))
 
 
 def judge_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the judge section, or one section per source with `rollout.sources`."""
-    sources = _mapping(_mapping(config.get("rollout")).get("sources"))
-    own = [_mapping(source).get("judge") for source in sources.values()]
-    return [_mapping(judge or config.get("judge")) for judge in own or [None]]
+    sources = as_mapping(as_mapping(config.get("rollout")).get("sources"))
+    own = [as_mapping(source).get("judge") for source in sources.values()]
+    return [as_mapping(judge or config.get("judge")) for judge in own or [None]]
 
 
 def _compares_or_is_none(section: Mapping[str, Any]) -> bool:
     is_one = section.get("name") in ("ruler", "none") or "ruler" in section
-    return is_one or any(_compares_or_is_none(_mapping(part)) for part in section.values())
+    return is_one or any(_compares_or_is_none(as_mapping(part)) for part in section.values())
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 

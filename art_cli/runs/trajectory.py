@@ -284,10 +284,8 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
 class GroupMember(Protocol):
     """A row with its group and its position in the group."""
 
-    @property
-    def group_id(self) -> str: ...
-    @property
-    def index(self) -> int: ...
+    group_id: str
+    index: int
 
 
 AnyMember = TypeVar("AnyMember", bound=GroupMember)

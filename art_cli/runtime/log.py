@@ -92,35 +92,25 @@ class Bar(Protocol):
     def __call__(self, done: int, total: int, facts: str = "") -> None: ...
 
 
-class Stages(Protocol):
-    """Shows stages instead of bars: the panel of `art train`."""
-
-    def stage(self, title: str) -> contextlib.AbstractContextManager[Bar]:
-        """Yields a function to update the stage's progress."""
-
-
-_panel: ContextVar[Stages | None] = ContextVar("panel", default=None)
+Stage = Callable[[str], contextlib.AbstractContextManager[Bar]]  # title -> a function to update the stage's progress
+_stage: ContextVar[Stage | None] = ContextVar("stage", default=None)  # set while the panel of `art train` is shown
 
 
 @contextlib.contextmanager
-def showing_stages(panel: Stages) -> Iterator[None]:
-    """Redirects `shown_bar` to this panel inside the block."""
-    token = _panel.set(panel)
+def showing_stages(stage: Stage) -> Iterator[None]:
+    """Redirects `shown_bar` to the panel's stages inside the block."""
+    token = _stage.set(stage)
     try:
         yield
     finally:
-        _panel.reset(token)
+        _stage.reset(token)
 
 
 @contextlib.contextmanager
 def shown_bar(title: str) -> Iterator[Bar | None]:
-    """Yields an update function for a progress bar on stderr, if there is a terminal. The bar disappears at the
-    end.
-
-    If a panel is shown, the panel shows the progress instead.
-    """
-    if (panel := _panel.get()) is not None:
-        with panel.stage(title) as bar:
+    """Yields an update function for a bar on stderr, if there is a terminal, or in the panel. It disappears later."""
+    if (stage := _stage.get()) is not None:
+        with stage(title) as bar:
             yield bar
         return
     if not can_draw():

@@ -21,8 +21,8 @@ from art_cli.judges import Judge, Verdict
 from art_cli.loop.evaluate import (
     Gate,
     check_policy,
+    contests,
     estimate,
-    is_contest,
     judged_rewards,
     paired_difference,
     parse_gate,
@@ -210,9 +210,9 @@ def test_a_limit_gives_no_reward_where_the_rollouts_return_none() -> None:
     silent = [limited, played("a", None), played("b", None)]
     assert "reward" not in values_by_scenario(silent)
     config = load_config(LETTERS / "config.yaml", ["judge={name: function, entry: judging.py:judge}"]).config
-    assert is_contest(config, silent)
+    assert contests(config, silent)
     own = [limited, played("a", 1.0), played("b", 1.0)]
-    assert values_by_scenario(own)["reward"] == {"a": 0.5, "b": 1.0} and not is_contest(config, own)
+    assert values_by_scenario(own)["reward"] == {"a": 0.5, "b": 1.0} and not contests(config, own)
     assert values_by_scenario([limited])["reward"] == {"a": 0.0}
 
 
