@@ -129,9 +129,7 @@ class FunctionJudge(Judge):
                     )
                     for each in value.scores
                 ]
-                scores = msgspec.json.decode(
-                    msgspec.json.encode(numbers), type=list[Score]
-                )  # normalized as if read from a file
+                scores = msgspec.json.decode(msgspec.json.encode(numbers), type=list[Score])  # as if read from a file
             except (AttributeError, TypeError, ValueError) as error:
                 raise JudgeError(f"{self._entry}: the scores of {id} are not a list of Score: {error}") from error
             variance = None if value.variance is None else self._number(value.variance, id)

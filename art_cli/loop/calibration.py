@@ -36,11 +36,8 @@ from art_cli.runs.trajectory import ScoredTrajectory, has_signal
 from art_cli.runtime.errors import DataError
 
 Floats = npt.NDArray[np.float64]
-SHARES = (
-    0.0,
-    *(ratio / (1 + ratio) for ratio in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32)),
-    1.0,
-)  # shares of the time to try for passes
+# shares of the time to try for passes
+SHARES = (0.0, *(ratio / (1 + ratio) for ratio in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32)), 1.0)
 USUAL = 16  # typical number of sequences in a pass
 SECTIONS = ("engine", "learner", "rollout", "judge")  # sections with the layout
 NEEDED = ("sample_s", "judge_s", "train_s")  # required metrics of a step
@@ -103,10 +100,8 @@ def calibrate(files: RunDir, measured: Mapping[int, StepTimes], *, num_groups: i
     """
     if not measured or not all(0 <= seconds < MAX_NUMBER for times in measured.values() for seconds in times):
         raise DataError("no step was measured, or a step has impossible times", files.root)
-    layout, epochs = (
-        read_layout(config := run_config(files)),
-        _count(as_mapping(config.get("train")), "epochs_per_step", 1),
-    )
+    config = run_config(files)
+    layout, epochs = read_layout(config), _count(as_mapping(config.get("train")), "epochs_per_step", 1)
     read = [_read_step(files, *step, layout.agents, epochs, num_groups) for step in measured.items()]
     steps, times = [each.played for each in read], [each.times for each in read]
     seen = list(itertools.chain(*(each.waves for each in read)))

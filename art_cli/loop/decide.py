@@ -76,14 +76,10 @@ def decide(loaded: LoadedConfig, files: RunDir, startup: Startup) -> Decided:
         base = find_base(config.model.base, directory=loaded.directory, built=files.base)
         if wrong := list(missing_targets(config.model, Path(base))):
             raise ConfigError([Problem(key, loaded.places.of(key), message) for key, message in wrong])
-        loaded = decide_by_base(loaded, base, is_begun=_is_recorded(files))
+        is_begun = bool(files.checkpoint_steps()) and os.path.lexists(files.config_path)  # a fork: not yet
+        loaded = decide_by_base(loaded, base, is_begun=is_begun)
     claim_config(files, loaded)
     return Decided(loaded, traits, base)
-
-
-def _is_recorded(files: RunDir) -> bool:
-    """Returns whether the run has trained with a configuration; a fork has a checkpoint and no configuration yet."""
-    return bool(files.checkpoint_steps()) and os.path.lexists(files.config_path)
 
 
 def computes_here(config: RunConfig, traits: EngineTraits) -> bool:

@@ -31,10 +31,8 @@ log = logging.getLogger(__name__)
 HOME = ".warm"
 VERSION = 1  # version of the computation; increase it when the same inputs give another result
 TAKE_S = 1.0  # target duration of a `take`; interrupts are handled between takes
-SAVE_EVERY_S, SAVE_SHARE = (
-    10.0,
-    0.05,
-)  # minimum interval between saves; saving never takes a larger share of the time than this
+SAVE_EVERY_S = 10.0  # minimum interval between saves
+SAVE_SHARE = 0.05  # largest share of the time for saving
 LOG_EVERY_S = 5.0  # interval between log lines if no progress bar is shown
 WAIT_S = 0.5  # interval of checks for another process's result
 

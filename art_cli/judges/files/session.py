@@ -142,7 +142,7 @@ def _is_same(scored: ScoredTrajectory, trajectory: Trajectory) -> bool:
 
 
 def _settings_of(scored: ScoredTrajectory) -> str | None:
-    """Returns the digest of the line's judge; older versions stored it only in RULER's scores."""
+    """Returns the digest of the line's judge; lines of a run have it only in RULER's scores."""
     if scored.judge_settings is not None:
         return scored.judge_settings
     found = {score.settings for score in scored.scores}

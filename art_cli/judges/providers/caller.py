@@ -159,14 +159,10 @@ class Caller:
             self._budget.charge(answer.usage)
         self._answered_at = time.monotonic()
         self._completion_tokens = max(self._completion_tokens, answer.usage.completion_tokens)
-        self._be_quiet(min(answer.pause_s, MAX_DELAY_S))
-        return answer
-
-    def _be_quiet(self, seconds: float) -> None:
-        """Delays later calls as requested by response headers."""
-        if seconds > 0:
+        if (seconds := min(answer.pause_s, MAX_DELAY_S)) > 0:  # requested by response headers
             self._quiet_until = max(self._quiet_until, time.monotonic() + seconds)
             self._show_wait(f"{self.member.model}: its rate limit is used up", seconds)
+        return answer
 
     async def _send(self, messages: Sequence[Json], schema: Json) -> Answer:
         """Makes one call. If the model rejects JSON schemas, stops sending them."""
