@@ -1,7 +1,4 @@
-"""Reads one configuration file as a mapping, or raises its mistakes with file and line.
-
-The file's size and nesting depth are limited, which catches a wrong path early. The values are not checked here.
-"""
+"""Reads one configuration file as a mapping, within limits of size and depth; mistakes have file and line."""
 
 import codecs
 import logging

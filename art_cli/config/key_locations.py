@@ -1,7 +1,4 @@
-"""Places: the location of every configuration key, "file:line" or "command line".
-
-Files are added in merge order, so a key gets the location of its last value.
-"""
+"""Places: where every configuration key got its last value, as "file:line" or "command line"."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""The command line's `key=value` arguments in Hydra's grammar, sweeps, and a schema's sections, variants and keys.
-
-Composition and pydantic check the arguments' keys later.
-"""
+"""The command line's `key=value` arguments in Hydra's grammar, sweeps, and a schema's sections, variants and keys."""
 
 import hashlib
 import itertools

@@ -1,7 +1,4 @@
-"""Shutdown dates of hosted models, from litellm's packaged table. Makes no calls.
-
-The table has dates for about a fifth of its models. Other models may be shut down at any time.
-"""
+"""Shutdown dates of hosted models, from litellm's packaged table, which has them for about a fifth of its models."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,10 +31,7 @@ class Retirement(NamedTuple):
 
 
 def retirement_day(model: str) -> date | None:
-    """Returns the model's shutdown date, if listed.
-
-    An undated name, such as `o3`, gets the latest date of its snapshots, if all snapshots have dates.
-    """
+    """Returns the shutdown date, if listed; for a name without a date, such as `o3`, the latest of its snapshots."""
     table = model_table()
     name = model if model in table else model.partition("/")[2]
     if name not in table or (day := _day(table[name])) is not None:
@@ -55,10 +49,7 @@ def _day(row: Mapping[str, object]) -> date | None:
 
 
 def hosted_models(part: Any) -> Iterator[str]:
-    """Yields all provider-hosted models in a configuration or config section.
-
-    Covers judges, models that write prompts, and policies at paid endpoints.
-    """
+    """Yields a configuration's hosted models: judges, models that write prompts, and policies at paid endpoints."""
     if isinstance(part, RulerJudgeConfig) and part.panel:
         yield from hosted_models(part.panel)
     elif isinstance(part, JudgeModelConfig):

@@ -75,10 +75,7 @@ class MeasuredStep(NamedTuple):
 
 
 def finished_steps(files: RunDir, *, last: int) -> dict[int, StepTimes]:
-    """Returns the measured seconds of the last finished steps.
-
-    Skips steps with incomplete metrics, and steps interrupted by a restart, whose pause would count as work.
-    """
+    """Returns the seconds of the last finished steps, without steps that lack metrics or that a restart interrupted."""
     found = dict[int, StepTimes]()
     for update in read_updates(files.metrics())[-last:]:
         if all(update.metrics.get(name, -1.0) >= 0 for name in NEEDED):

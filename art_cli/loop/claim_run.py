@@ -47,10 +47,7 @@ class RunData(RunScenarios):
         return load_examples(self.config.sft, self.directory)
 
     def check(self) -> None:
-        """Reads every data file of the run. Raises DataError before any work is done.
-
-        Data from the user's functions is generated later, on first use.
-        """
+        """Reads the run's data files, but not yet the user's functions. Raises DataError before any work is done."""
         config, directory = self.config, self.directory
         for name, part in self.by_source.items():
             scenarios, evaluation = part.config.rollout.scenarios, part.config.eval

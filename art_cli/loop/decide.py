@@ -100,10 +100,7 @@ def describe(loaded: LoadedConfig) -> str:
 def decide_engine(
     loaded: LoadedConfig, machine: Machine | None = None, *, trained_in: Collection[str] = ()
 ) -> LoadedConfig:
-    """Replaces `engine: auto` with the chosen engine, and logs the reason.
-
-    `trained_in` are the dtypes of the checkpoints that the engine will serve.
-    """
+    """Replaces `engine: auto`, and logs the reason. It will serve checkpoints with the dtypes `trained_in`."""
     config, model = loaded.config, loaded.config.model
     if config.engine.name != "auto":
         return loaded
@@ -210,10 +207,7 @@ class Sizes(NamedTuple):
 
 
 def read_sizes(loaded: LoadedConfig, shape: Any, machine: Machine) -> Sizes | None:
-    """Returns the sizes of the models and the GPU; None if there is no GPU or if the policy's size is unknown.
-
-    `shape` is the policy's transformers configuration.
-    """
+    """Returns the models' and the GPU's sizes; None without either. `shape`: the policy's transformers config."""
     config = loaded.config
     device = "cuda" if own_server(config.engine) is not None else config.learner.device
     if not (total := machine.gpu_bytes(device)):

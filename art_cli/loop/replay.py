@@ -94,10 +94,7 @@ def _policies(
 
 
 def _trained_on(run: RunDir, mix: SourceMix, step: int) -> list[list[ScoredTrajectory]]:
-    """Returns a step's groups in planned order.
-
-    `art plan` may have played and scored additional groups, which the step did not train on.
-    """
+    """Returns a step's groups in planned order, without the additional groups that `art plan` played."""
     own, spare = mix.places(step)
     planned = {plan.group_id for plan in plan_places([*own, *spare], step=step, group_size=1)}
     return [members for name, members in sorted(group(run.scored(step)).items()) if name in planned]

@@ -21,10 +21,7 @@ class ScenarioChoice:
         source: str = "",
         size_of: Callable[[int], int] | None = None,
     ) -> None:
-        """`size_of` returns a step's number of groups, by default `rollout.groups_per_step`.
-
-        Raises DataError if a scenario lacks the key named in `rollout.pool`.
-        """
+        """`size_of`: a step's groups (groups_per_step). Raises DataError if a scenario lacks the key `rollout.pool`."""
         self._config, self._run, self._scenarios, self._source = config, run, scenarios, source
         self._size_of = size_of or (lambda step: config.rollout.groups_per_step)
         self._firsts = [0]  # position of each step's first scenario in the epochs, computed on demand

@@ -236,10 +236,7 @@ def open_base(loaded: LoadedConfig, source: PolicySource) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights | PolicySpec | None]:
-    """Yields the policy in the form that the configured engine needs.
-
-    Engines in this process need weights; engines that bring a model need nothing.
-    """
+    """Yields what the engine needs: weights in this process, a spec elsewhere, None if it brings its model."""
     traits = engine_traits(loaded.config.engine, loaded.directory)
     if not traits.can_train:
         yield None
@@ -257,10 +254,7 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
 
 @contextlib.contextmanager
 def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None = None) -> Iterator[Learner]:
-    """Yields a learner that continues from `source`, with optimizer and RNG. `base` is the opened base, if any.
-
-    Raises UsageError for prompts, which have no weights.
-    """
+    """Yields a learner that continues from `source`, perhaps on the opened `base`. Raises UsageError for prompts."""
     if source.checkpoint is not None and is_prompt(source.checkpoint):
         raise UsageError(f"{source.checkpoint}: a prompt has no weights to start from; art train continues it")
     with contextlib.nullcontext(base) if base is not None else open_base(loaded, source) as opened:

@@ -52,10 +52,7 @@ def find_doubts(
     repeats: VoteReliability | None = None,
     bias: Measure | None = None,
 ) -> list[Doubt]:
-    """Returns the doubts about these groups. `scenarios` are all training scenarios.
-
-    `repeats` is the judge's repeatability and `bias` its order bias, if known.
-    """
+    """Returns the doubts about these groups. `repeats`: the judge's repeatability; `bias`: its order bias, if known."""
     rewarded = [[each for each in members if each.reward is not None] for members in groups]
     found = [*_sampling(groups), *_limit(rewarded)]
     found = found or [*_spread(rewarded)]  # the doubts above explain these

@@ -314,10 +314,7 @@ def _compare(history: History, best: Evaluated, point: Evaluated, num: int) -> R
 
 
 def _training_fell(history: History) -> Iterator[RunFinding]:
-    """Yields a finding each time that the mean reward drops below the previous best mean.
-
-    Steps found with a short window are skipped for longer windows.
-    """
+    """Yields a finding per fall below the best mean; a longer window skips what a shorter one found."""
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in history.updates
                 if "reward_mean" in update.metrics]  # fmt: skip
     values = [reward for _, reward in rewarded]

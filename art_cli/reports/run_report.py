@@ -321,10 +321,7 @@ def _point(step: int, mean: float, values: Sequence[float]) -> Point:
 
 
 def smooth(updates: Sequence[UpdateNumbers]) -> list[Point]:
-    """Returns the training reward smoothed over neighboring steps, with intervals.
-
-    A trend within the window counts as noise, so intervals tend to be too wide.
-    """
+    """Returns the smoothed training reward; its intervals tend to be too wide, as a trend counts as noise."""
     rewarded = [(update.number, update.metrics["reward_mean"]) for update in updates if "reward_mean" in update.metrics]
     half = max(5, len(rewarded) // SMOOTHED) // 2
     points = []

@@ -30,10 +30,7 @@ HASHING_THREADS = 4  # each thread hashes 1.7 GB/s, so a 4 GB base model takes 0
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a policy outside the checkpoint files.
-
-    Example: Origin(base="9f3c...", template="51e0...", dtype="float32")
-    """
+    """The policy's parts beside its checkpoint. Origin(base="9f3c...", template="51e0...", dtype="float32")"""
 
     base: str  # digest of the base model
     template: str = ""  # sha256 of the chat template; "" when the model has no template
@@ -79,10 +76,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 
 class Hashes(msgspec.Struct, kw_only=True):
-    """hashes.json in a built base model. It proves that the directory is unchanged.
-
-    Example: Hashes(files={"config.json": "9f3c...", "model.safetensors": "ab12..."})
-    """
+    """hashes.json of a built base, which proves it unchanged. Hashes(files={"config.json": "9f3c...", ...})"""
 
     schema_version: int = SCHEMA_VERSION
     files: dict[str, str]  # path inside the directory -> sha256

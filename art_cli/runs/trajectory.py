@@ -220,10 +220,7 @@ class Reliability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoredTrajectory(Trajectory, kw_only=True):
-    """An unchanged trajectory with its final `reward` and all scores.
-
-    `reward` is None for trajectories with an error. They are counted but not trained on.
-    """
+    """A trajectory with its final `reward` and all scores. An attempt with an error has None and is not trained on."""
 
     reward: float | None = None
     scores: list[Score] = []

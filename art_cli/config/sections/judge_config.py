@@ -1,7 +1,4 @@
-"""The `judge` section, with one class per judge, and the `shadow` section.
-
-Shadow judges' scores are recorded and never trained on.
-"""
+"""The `judge` section, with one class per judge, and `shadow`, whose scores are recorded and never trained on."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self

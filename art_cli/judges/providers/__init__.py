@@ -1,7 +1,4 @@
-"""Clients for judge models: the Provider base class, its answers, and error classification.
-
-A provider makes single calls and does not retry.
-"""
+"""Judge models' clients: Provider (single calls, no retries), its answers, and error classification."""
 
 import logging
 import re
@@ -114,10 +111,7 @@ class Provider:
         return re.sub(r"[^A-Za-z0-9_./:@-]", "_", name)[:MAX_MODEL] or None
 
     def read_tokens(self, said: Sequence[Any], messages: Sequence[Json], text: str) -> tuple[int, int, bool]:
-        """Returns (prompt tokens, completion tokens, whether both are plausible).
-
-        `said` is the provider's report. Missing or implausible values are estimated.
-        """
+        """Returns (prompt tokens, completion tokens, whether both are plausible); implausible values are estimated."""
         prompt, completion = map(read_count, said)
         is_odd = any(value and count is None for value, count in zip(said, (prompt, completion), strict=True))
         if is_odd and not self._has_warned:

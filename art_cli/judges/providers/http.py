@@ -43,10 +43,7 @@ def openai_base() -> str:
 
 
 def missing_key(member: JudgeModelConfig) -> str | None:
-    """Returns the required environment variable, if it is known to be missing.
-
-    Some providers accept other credentials (cloud credentials, an address), and then only a call can tell.
-    """
+    """Returns the missing variable, if known. Some providers take other credentials; then only a call can tell."""
     if member.api_key_env is not None:
         return None if os.environ.get(member.api_key_env) else member.api_key_env
     if member.is_rule or member.base_url is not None or "api_key" in member.params:

@@ -24,10 +24,7 @@ _HEAD_SHARE = 2 / 3  # head share of a cut text; the head shows the topic, the t
 
 @dataclass(frozen=True)
 class JudgedGroup:
-    """The A different attempts among G trajectories.
-
-    Example: for trajectories a, b, c with identical a and c, members is [["b"], ["a", "c"]].
-    """
+    """The A different of G attempts. Example: a, b, c with identical a and c have members [["b"], ["a", "c"]]."""
 
     group_id: str
     attempts: list[Attempt]  # [A] shortened

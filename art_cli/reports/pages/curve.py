@@ -27,10 +27,7 @@ class Series(NamedTuple):
 
 
 def run_series(history: History, *, metrics: Sequence[str], rewards: Mapping[str, str]) -> list[Series]:
-    """Returns the training reward and the named evaluation metrics, without empty series.
-
-    `rewards` contains the names from `reward_names`.
-    """
+    """Returns the training reward and evaluation metrics with values. `rewards` has the names of `reward_names`."""
     name = "reward_mean"  # missing if every attempt of a step failed
     train = [(float(u.number - 1), u.metrics[name]) for u in history.updates if name in u.metrics]
     said = rewards["train"]

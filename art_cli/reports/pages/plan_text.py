@@ -15,10 +15,7 @@ Row = tuple[str, str]  # a name, or "" to continue the previous row, and a text
 
 
 def plan_text(promise: Promise, *, command: str, budget_usd: float | None = None, goal: float | None = None) -> str:
-    """Returns the whole text.
-
-    `command` trains the run, or is "" if it should not be trained. `budget_usd` and `goal` add a line.
-    """
+    """`command` trains the run ("" if it should not be trained); `budget_usd` and `goal` add a line."""
     lines = list[str]()
     for question, rows in plan_sections(promise, budget_usd=budget_usd, goal=goal):
         lines += [question, *(f"  {name:14s} {text}".rstrip() for name, text in rows), ""]
