@@ -10,10 +10,10 @@ weights are moved back toward their previous values.
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -61,41 +61,6 @@ AIM = 0.8  # share of the bound that an update is drawn back to
 SAFETY = 2.0  # an update whose forecast KL is below the bound by this factor is not measured
 RNG_FILE = "rng.safetensors"
 SHORT = 128  # tokens in the rehearsal row used to compare packs with plain rows
-
-
-class Held(NamedTuple):
-    """The distance that the policy has moved. Example: Held(kl=0.004, share=0.5)"""
-
-    kl: float  # KL(before the step || now) in nats per token over the update's tokens; NaN without tokens
-    share: float  # share of the update that was kept; 1: within the bound
-
-
-def hold(
-    gradient: LossGradient,
-    optimizer: Optimizer,
-    update: Update,
-    before: dict[str, Tensor],
-    *,
-    max_kl: float,
-    kl: float | None = None,
-    heartbeat: Callable[[], None] = lambda: None,
-) -> Held:
-    """Draws the weights back to those `before` the update until the policy is within `max_kl` of the step's start.
-
-    Each time to the distance where KL, quadratic in small steps, is AIM times the bound, and at least to the half.
-    Below LEAST_SHARE the whole update is undone. The update must carry its packs' logprobs from the step's start.
-    Cost: one forward pass unless the present `kl` is given, plus one each time, mostly once. The bound and the search
-    back along the step are TRPO's, Schulman et al. 2015 (arXiv:1502.05477), equation 12; the step itself is AdamW's.
-    """
-    share = 1.0
-    kl = gradient.divergence(update, heartbeat=heartbeat) if kl is None else kl
-    while kl > max_kl and share > 0:  # a NaN KL (no tokens) counts as within the bound
-        kept = min(0.5, math.sqrt(AIM * max_kl / kl)) if math.isfinite(kl) else 0.5
-        kept = kept if share * kept >= LEAST_SHARE else 0.0
-        optimizer.draw_back(before, 1.0 - kept)
-        share *= kept
-        kl = gradient.divergence(update, heartbeat=heartbeat)
-    return Held(kl, share)
 
 
 @dataclass
@@ -374,12 +339,24 @@ class TorchLearner(Learner):
         return self._hold(region, sent, at)
 
     def _hold(self, region: TrustRegion, update: Update, at: Pass, kl: float | None = None) -> bool:
-        """Returns whether the newest update stays whole."""
-        held = hold(
-            self.gradient, self.optimizer, update, region.before, max_kl=region.max_kl, kl=kl, heartbeat=at.heartbeat
-        )
-        at.statistics.update_kl, at.statistics.update_share = held
-        return held.share == 1
+        """Draws the weights back to those before the update until the policy is within the bound.
+
+        Each time to the distance where KL, quadratic in small steps, is AIM times the bound, and at least to the half.
+        Below LEAST_SHARE the whole update is undone. The update must carry its packs' logprobs from the step's start.
+        Cost: one forward pass unless the present `kl` is given, plus one each time, mostly once. The bound and the
+        search back along the step are TRPO's, Schulman et al. 2015 (arXiv:1502.05477), equation 12; the step itself is
+        AdamW's. Returns whether the update stays whole.
+        """
+        share = 1.0
+        kl = self.gradient.divergence(update, heartbeat=at.heartbeat) if kl is None else kl
+        while kl > region.max_kl and share > 0:  # a NaN KL (no tokens) counts as within the bound
+            kept = min(0.5, math.sqrt(AIM * region.max_kl / kl)) if math.isfinite(kl) else 0.5
+            kept = kept if share * kept >= LEAST_SHARE else 0.0
+            self.optimizer.draw_back(region.before, 1.0 - kept)
+            share *= kept
+            kl = self.gradient.divergence(update, heartbeat=at.heartbeat)
+        at.statistics.update_kl, at.statistics.update_share = kl, share
+        return share == 1
 
     def finish(self, applied: bool, at: Pass) -> bool:
         return applied

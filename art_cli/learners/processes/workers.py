@@ -34,7 +34,6 @@ from art_cli.learners.processes.nodes.node_address import (
     Address,
     NodeSetup,
     interface_of,
-    listening_on,
     read_secret,
     reserved_port,
 )
@@ -208,7 +207,9 @@ class Workers:
                 await asyncio.wait({connected, ended}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
                 if connected.done():
                     connected.result()
-                    self._log_store()
+                    if self._node.node == 0:
+                        place = f"*:{self._node.port} without a key: keep others from it (docs/safety.md)"
+                        log.info("learner: torch's store listens on %s", place)
                     return
                 if ended.done():
                     raise LearnerError(f"the learner's processes did not start{self._last_lines(self._log())}")
@@ -216,12 +217,6 @@ class Workers:
             finally:
                 connected.cancel()
                 ended.cancel()
-
-    def _log_store(self) -> None:
-        """Logs the address of torch's store, which requires no key."""
-        if self._node.node == 0:
-            where = ", ".join(listening_on(self._node.port)) or f"port {self._node.port} of every address"
-            log.info("learner: torch's store listens on %s without a key: keep others from it (docs/safety.md)", where)
 
     async def _launch(self, address: Path) -> ChildProcess:
         threads, node = max(1, (os.cpu_count() or 1) // self._here), self._node

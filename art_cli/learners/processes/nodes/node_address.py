@@ -15,7 +15,6 @@ from typing import NamedTuple
 from art_cli.runtime.errors import UsageError
 
 SIOCGIFADDR = 0x8915  # ioctl request for an interface's IPv4 address, linux/sockios.h
-LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
 VARIABLE = "ART_NODES_SECRET"
 MIN_LENGTH = 16  # characters; an eavesdropper could guess a shorter secret
 CURE = f"set {VARIABLE} to the same value on every node, such as the output of `openssl rand -hex 32`"
@@ -62,23 +61,6 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield holder.getsockname()[1]
-
-
-def listening_on(port: int) -> list[str]:
-    """Returns this machine's addresses with a listener on the port, as far as the system shows them.
-
-    Example: ["0.0.0.0:41233", "[::]:41233"]
-    """
-    found = []
-    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        with contextlib.suppress(OSError), open(f"/proc/net/{name}") as lines:
-            for fields in map(str.split, lines.readlines()[1:]):
-                address, _, its_port = fields[1].partition(":")
-                if fields[3] == LISTENS and int(its_port, 16) == port:
-                    words = [int(address[start : start + 8], 16) for start in range(0, len(address), 8)]
-                    shown = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
-                    found.append(f"[{shown}]:{port}" if family == socket.AF_INET6 else f"{shown}:{port}")
-    return found
 
 
 def interface_of(host: str) -> str:
