@@ -10,32 +10,18 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from art_cli.config import schema
 from art_cli.config.checks import conflicts
 from art_cli.config.composition import Composition
 from art_cli.config.key_locations import COMMAND_LINE, Places
 from art_cli.config.overrides import Schema, expand, groups, sections, suffixes, variants
 from art_cli.config.problems import explain
-from art_cli.config.schema import (
-    MAX_NAME,
-    AutoEngineConfig,
-    EmbeddedEngineConfig,
-    EngineConfig,
-    GatewayConfig,
-    JudgeConfig,
-    LearnerConfig,
-    ModelConfig,
-    RolloutJudgeConfig,
-    RunConfig,
-    Section,
-    TorchLearnerConfig,
-    VllmEngineConfig,
-)
 from art_cli.config.sections.base_config import RunName
 from art_cli.config.sections.reward_config import RewardRunConfig
 from art_cli.config.store_address import Directory
 from art_cli.runtime.errors import ConfigError, Problem
 
-AnySection = TypeVar("AnySection", bound=Section)
+AnySection = TypeVar("AnySection", bound=schema.Section)
 
 TINY, BLANK_ROLLOUT = "builtin:tiny", {"entry": "rollout.py:rollout", "scenarios": "scenarios.jsonl"}  # recipes/blank
 ENTRY = "entry"  # the variant of a section for a user's own class
@@ -45,7 +31,7 @@ ENTRY = "entry"  # the variant of a section for a user's own class
 class LoadedConfig:
     """A configuration and its origin. Entries, scenarios, demos and a base stay as written: a project may move."""
 
-    config: RunConfig
+    config: schema.RunConfig
     directory: Path  # absolute directory of the file; relative paths in the file are relative to it
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
@@ -67,19 +53,19 @@ class LoadedConfig:
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    config: JudgeConfig
+    config: schema.JudgeConfig
     directory: Path
 
 
-class _JudgeOnly(Section):
-    judge: JudgeConfig = RolloutJudgeConfig()
+class _JudgeOnly(schema.Section):
+    judge: schema.JudgeConfig = schema.RolloutJudgeConfig()
 
 
 @dataclass(frozen=True)
 class LoadedGateway:
     name: str
-    engine: EngineConfig
-    gateway: GatewayConfig
+    engine: schema.EngineConfig
+    gateway: schema.GatewayConfig
     trajectories: Path  # absolute output directory
     directory: Path  # absolute directory of the file
     run: LoadedConfig | None  # the whole configuration; None without `model` and `rollout`
@@ -87,30 +73,30 @@ class LoadedGateway:
 
 @dataclass(frozen=True)
 class LoadedBackend:
-    model: ModelConfig
-    engine: EngineConfig
-    learner: LearnerConfig
+    model: schema.ModelConfig
+    engine: schema.EngineConfig
+    learner: schema.LearnerConfig
     directory: Path  # absolute directory of the file
 
 
-class _BackendOnly(Section):
-    model: ModelConfig
-    engine: EngineConfig = AutoEngineConfig()
-    learner: LearnerConfig = TorchLearnerConfig()
+class _BackendOnly(schema.Section):
+    model: schema.ModelConfig
+    engine: schema.EngineConfig = schema.AutoEngineConfig()
+    learner: schema.LearnerConfig = schema.TorchLearnerConfig()
 
 
-class _GatewayOnly(Section):
+class _GatewayOnly(schema.Section):
     name: RunName
     runs: Directory = Path("runs")
-    gateway: GatewayConfig = GatewayConfig()
-    engine: EngineConfig = AutoEngineConfig()
+    gateway: schema.GatewayConfig = schema.GatewayConfig()
+    engine: schema.EngineConfig = schema.AutoEngineConfig()
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Loads a run's configuration. Raises ConfigError with all mistakes."""
     path = Path(path)
-    composition = Composition(path, RunConfig)
-    config = _judged(composition, overrides, RunConfig)
+    composition = Composition(path, schema.RunConfig)
+    config = _judged(composition, overrides, schema.RunConfig)
     problems = [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]
     if problems:
         raise ConfigError(problems)
@@ -120,7 +106,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
 
 def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
     """Composes a new configuration file; `model` and `rollout` default to the recipe blank's. Raises ConfigError."""
-    composition = Composition(None, RunConfig)
+    composition = Composition(None, schema.RunConfig)
     composed = composition.compose(overrides)
     needed = {"model": {"base": TINY}, "rollout": dict(BLANK_ROLLOUT)}
     if "environment" in (agent := composed.get("rollout", {})):
@@ -130,10 +116,10 @@ def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
     for name, section in needed.items():
         if isinstance(given := composed.setdefault(name, {}), dict):
             composed[name] = section | given
-    config = _checked(composition, {"name": "new"} | composed, RunConfig)
+    config = _checked(composition, {"name": "new"} | composed, schema.RunConfig)
     if problems := [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]:
         raise ConfigError(problems)
-    return {name: composed[name] for name in RunConfig.model_fields if name in composed}
+    return {name: composed[name] for name in schema.RunConfig.model_fields if name in composed}
 
 
 def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
@@ -142,8 +128,8 @@ def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
     for arguments, suffix in zip(expand(overrides), suffixes(overrides), strict=True):
         loaded = load_config(path, arguments)
         name = "-".join(filter(None, [loaded.config.name, suffix]))
-        if len(name) > MAX_NAME:
-            message = f"{name}: {len(name)} characters with what is swept; at most {MAX_NAME}"
+        if len(name) > schema.MAX_NAME:
+            message = f"{name}: {len(name)} characters with what is swept; at most {schema.MAX_NAME}"
             raise ConfigError([Problem("name", loaded.places.of("name"), message)])
         config = loaded.config.model_copy(update={"name": name})
         runs.append(replace(loaded, config=config, sweep=tuple(overrides)))
@@ -168,7 +154,7 @@ def load_reward(overrides: Sequence[str]) -> RewardRunConfig:
     """Loads a reward model's training from overrides alone. Raises ConfigError."""
     composition = Composition(None, RewardRunConfig)
     loaded = _judged(composition, overrides, RewardRunConfig)
-    return loaded.model_copy(update=_placed(loaded.model, AutoEngineConfig(), composition))
+    return loaded.model_copy(update=_placed(loaded.model, schema.AutoEngineConfig(), composition))
 
 
 def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
@@ -177,7 +163,9 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
     composed = composition.compose(overrides)
     run = load_config(path, overrides) if {"model", "rollout"} & composed.keys() else None
     only = _checked(composition, composed, _GatewayOnly) if run is None else run.config
-    if run is None and isinstance(only.engine, AutoEngineConfig | EmbeddedEngineConfig | VllmEngineConfig):
+    if run is None and isinstance(
+        only.engine, schema.AutoEngineConfig | schema.EmbeddedEngineConfig | schema.VllmEngineConfig
+    ):
         message = (
             f"{only.engine.name!r} samples from a checkpoint, and this file has no model and rollout; name an endpoint "
             "(engine: {name: openai, base_url: https://host/v1, model: NAME}), or take a run's configuration"
@@ -268,10 +256,10 @@ def _named(item: Any) -> Any:
 def _default_name(path: Path) -> str:
     """Returns the file's stem; for config.yaml, the directory's name."""
     name = path.resolve().parent.name if path.stem == "config" else path.stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[: schema.MAX_NAME] or "run"
 
 
-def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
+def _with_paths(config: schema.RunConfig, composition: Composition) -> schema.RunConfig:
     """Makes the paths of runs, chat template and Pythons absolute. Raises ConfigError for an unknown `~user`."""
     absolute = partial(_absolute, composition)
 
@@ -290,12 +278,12 @@ def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     return config.model_copy(update={"runs": absolute("runs", config.runs), "rollout": rollout, **placed})
 
 
-def _placed(model: ModelConfig, engine: EngineConfig, composition: Composition) -> dict[str, Any]:
+def _placed(model: schema.ModelConfig, engine: schema.EngineConfig, composition: Composition) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     if model.chat_template is not None:
         template = _absolute(composition, "model.chat_template", model.chat_template)
         changed["model"] = model.model_copy(update={"chat_template": template})
-    if isinstance(engine, VllmEngineConfig) and engine.python is not None:
+    if isinstance(engine, schema.VllmEngineConfig) and engine.python is not None:
         python = _absolute(composition, "engine.python", engine.python)  # a venv's python is a link, which is kept
         changed["engine"] = engine.model_copy(update={"python": python})
     return changed

@@ -11,6 +11,7 @@ from art_cli.engines import own_model
 from art_cli.judges.judge_groups import judge_group
 from art_cli.judges.reliability import reliability_numbers, with_reliability
 from art_cli.judges.source_judges import make_judges, require_all_keys
+from art_cli.loop import stage_policy
 from art_cli.loop.decide import decide_engine
 from art_cli.loop.owed_groups import group, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler, open_sampler
@@ -18,20 +19,6 @@ from art_cli.loop.record import follow
 from art_cli.loop.references import check_ready
 from art_cli.loop.scenario_choice import ScenarioChoice
 from art_cli.loop.source_mix import SourceMix
-from art_cli.loop.stage_policy import (
-    PolicySource,
-    as_trained,
-    check_output,
-    dtype_of,
-    find_policy,
-    find_sampler,
-    home_of,
-    open_base,
-    open_learner,
-    open_policy,
-    sampler_of,
-    save_learner,
-)
 from art_cli.models.policy_spec import PolicySpec
 from art_cli.models.weights import Weights
 from art_cli.rollouts.rollout_runner import RolloutPlan
@@ -72,18 +59,20 @@ def generate(
     step = source.step if step is None else step
     own, _ = mix.places(step)
     plans = plan_places(own, step=step, group_size=loaded.config.rollout.group_size)
-    with open_policy(loaded, source) as policy:
+    with stage_policy.open_policy(loaded, source) as policy:
         return threads.run(_play(loaded, policy, source, output, plans))
 
 
-def choose_policy(loaded: LoadedConfig, checkpoint: Path | None, which: Which) -> tuple[LoadedConfig, PolicySource]:
+def choose_policy(
+    loaded: LoadedConfig, checkpoint: Path | None, which: Which
+) -> tuple[LoadedConfig, stage_policy.PolicySource]:
     """Chooses the engine and the policy to play with, and logs both.
 
     Raises UsageError if weights are named for an engine that brings a model, or if the rollouts lack something.
     """
-    source = find_policy(loaded, checkpoint, which=which)
+    source = stage_policy.find_policy(loaded, checkpoint, which=which)
     check_ready(loaded, ("model", "rollout", "gateway", "engine"))
-    return decide_engine(loaded, trained_in=[dtype_of(loaded, source)]), source
+    return decide_engine(loaded, trained_in=[stage_policy.dtype_of(loaded, source)]), source
 
 
 def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:
@@ -101,7 +90,7 @@ def next_scenarios(loaded: LoadedConfig, step: int, num: int) -> list[Json]:
 async def _play(
     loaded: LoadedConfig,
     policy: Weights | PolicySpec | None,
-    source: PolicySource,
+    source: stage_policy.PolicySource,
     output: Path,
     plans: Sequence[RolloutPlan],
 ) -> list[Trajectory]:
@@ -165,31 +154,35 @@ def take_step(
 
     Incomplete groups are ignored. Raises LearnerError, without saving, if there is nothing to learn.
     """
-    check_output(output)
+    stage_policy.check_output(output)
     check_ready(loaded, ("weights",))
     groups = [members for _, members in sorted(group(scored).items())]  # in planned order; judges finish in any order
     attempts = [each for members in groups for each in members]
     turns = [turn for each in attempts for turn in each.turns]
-    source = find_sampler(loaded, checkpoint, turns)
+    source = stage_policy.find_sampler(loaded, checkpoint, turns)
     check_ready(loaded, ("model", "algorithm"))
     failures = count_failures(attempts)
     if not attempts:
         raise LearnerError(f"no group is complete, of {len(scored)} attempts; art generate plays what is missing")
     if not failures.is_all and not any(each.num_sampled for each in attempts):
         raise LearnerError("no token ids were recorded, so art step cannot train; art sft can")
-    if (home := home_of(loaded, source)) is not None:
+    if (home := stage_policy.home_of(loaded, source)) is not None:
         loaded = follow(loaded, home)
-    with open_base(loaded, source) as base:
-        loaded = as_trained(loaded, source, base)
-        with open_learner(loaded, source, base=base) as learner:
+    with stage_policy.open_base(loaded, source) as base:
+        loaded = stage_policy.as_trained(loaded, source, base)
+        with stage_policy.open_learner(loaded, source, base=base) as learner:
             try:
                 groups = with_reliability(groups)
                 numbers = learner.step(groups).known() | reliability_numbers(groups)
             except DriftError as error:
                 newest = max(turns, key=lambda turn: turn.step)
-                raise DriftError(f"{error}; {sampler_of(newest)}, and this is step {source.step}") from error
+                raise DriftError(
+                    f"{error}; {stage_policy.sampler_of(newest)}, and this is step {source.step}"
+                ) from error
             fault = find_fault(failures, is_called=True, num_without_signal=len(groups))
             if numbers["num_updates"] == 0 and fault is not None:
                 raise LearnerError(f"no checkpoint is written: {fault}")
-            save_learner(learner, output, loaded, base=base, step=source.step + 1, metrics=numbers, source=source)
+            stage_policy.save_learner(
+                learner, output, loaded, base=base, step=source.step + 1, metrics=numbers, source=source
+            )
     return StepTaken(output, source.step + 1, numbers)

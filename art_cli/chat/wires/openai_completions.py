@@ -12,54 +12,43 @@ from msgspec import Meta
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Reply, token_text
 from art_cli.chat.requests import Json, Request, Sampling
-from art_cli.chat.wires.openai_shared import (
-    INT32,
-    LOWEST_LOGPROB,
-    Body,
-    Count,
-    OpenAI,
-    OpenAIEvents,
-    parse_body,
-    reported_logprobs,
-    sampling_of,
-    token_fields,
-    tokens_of,
-    wanted_usage,
-)
+from art_cli.chat.wires import openai_shared
 
 MAX_PROMPTS = 128  # maximum prompts per request
 MAX_CHOICES = 512  # maximum choices for all prompts of a request
 MAX_ECHOED = 2**20  # logprobs of prompts in one answer, about 100 bytes each
 _TOKEN_CHARACTERS = 3  # characters of text counted as one token
 _Tops = Sequence[list[tuple[str, float]] | None] | None  # per token: (text, logprob) of the likeliest tokens
-_TokenId = Annotated[int, Meta(ge=0, le=INT32)]
+_TokenId = Annotated[int, Meta(ge=0, le=openai_shared.INT32)]
 
 
-class CompletionBody(Body, kw_only=True):
+class CompletionBody(openai_shared.Body, kw_only=True):
     prompt: str | list[_TokenId | str | list[_TokenId]]
-    max_tokens: Annotated[int, Meta(ge=0, le=INT32)] | None = None  # 0: with `echo`, the prompt's logprobs alone
+    max_tokens: Annotated[int, Meta(ge=0, le=openai_shared.INT32)] | None = (
+        None  # 0: with `echo`, the prompt's logprobs alone
+    )
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
-    best_of: Count | None = None
+    best_of: openai_shared.Count | None = None
 
 
-class OpenAICompletions(OpenAI):
+class OpenAICompletions(openai_shared.OpenAI):
     path = "/v1/completions"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        _, text = parse_body(body, CompletionBody)
+        _, text = openai_shared.parse_body(body, CompletionBody)
         first, *others = prompts = _prompts(text.prompt)
         _check_size(prompts, text)
         if text.best_of not in (None, text.n or 1):
             raise invalid("best_of: it must equal n, because this endpoint returns all samples", "best_of")
-        sampling = sampling_of(text, text.max_tokens)
+        sampling = openai_shared.sampling_of(text, text.max_tokens)
         return Request(
             model=text.model,
             sampling=msgspec.structs.replace(defaults, **sampling),
             prompt=first,
             more_prompts=others,
             is_stream=bool(text.stream),
-            **wanted_usage(text),
+            **openai_shared.wanted_usage(text),
             wants_logprobs=text.logprobs is not None,
             top_logprobs=text.logprobs or 0,
             wants_token_ids=bool(text.return_token_ids),
@@ -75,7 +64,7 @@ class OpenAICompletions(OpenAI):
                 "text": _echo_text(request, choice) + choice.text,
                 "logprobs": _whole_logprobs(request, choice) if request.wants_logprobs else None,
                 "finish_reason": choice.finish_reason,
-                **token_fields(request, choice),
+                **openai_shared.token_fields(request, choice),
             }
             if request.wants_token_ids:
                 fields["prompt_token_ids"] = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
@@ -144,11 +133,11 @@ def _echo_logprobs(choice: Choice) -> Json:
 
 def _logprobs(request: Request, choice: Choice, offset: int) -> Json:
     """Returns the lists of a choice whose text begins `offset` characters into the answer."""
-    tokens, offsets = tokens_of(choice), list[int]()
+    tokens, offsets = openai_shared.tokens_of(choice), list[int]()
     for token in tokens:
         offsets.append(offset)
         offset += len(token_text(token))
-    return _lists(tokens, reported_logprobs(request, choice), choice.top_logprobs or None, offsets)
+    return _lists(tokens, openai_shared.reported_logprobs(request, choice), choice.top_logprobs or None, offsets)
 
 
 def _lists(tokens: list[str], logprobs: Sequence[float | None], tops: _Tops, offsets: list[int]) -> Json:
@@ -158,7 +147,7 @@ def _lists(tokens: list[str], logprobs: Sequence[float | None], tops: _Tops, off
     likeliest = [None if top is None else _top_texts(text, logprob or 0.0, top) for text, logprob, top in rows]
     return {
         "tokens": texts,
-        "token_logprobs": [None if each is None else max(each, LOWEST_LOGPROB) for each in logprobs],
+        "token_logprobs": [None if each is None else max(each, openai_shared.LOWEST_LOGPROB) for each in logprobs],
         "top_logprobs": None if tops is None else likeliest,
         "text_offset": offsets,
     }
@@ -168,14 +157,14 @@ def _top_texts(token: str, logprob: float, top: list[tuple[str, float]]) -> dict
     """Returns the top tokens' logprobs by text; the likeliest of equal texts. The actual token is always included."""
     texts: dict[str, float] = {}
     for text, value in [*((token_text(each), value) for each, value in top), (token, logprob)]:
-        texts.setdefault(text, max(value, LOWEST_LOGPROB))
+        texts.setdefault(text, max(value, openai_shared.LOWEST_LOGPROB))
     return texts
 
 
-class _TextEvents(OpenAIEvents):
+class _TextEvents(openai_shared.OpenAIEvents):
     kind = "text_completion"
 
-    def __init__(self, wire: OpenAI, request: Request) -> None:
+    def __init__(self, wire: openai_shared.OpenAI, request: Request) -> None:
         super().__init__(wire, request)
         self._offsets: dict[int, int] = {}  # choice index -> number of characters of tokens sent
 
@@ -194,5 +183,5 @@ class _TextEvents(OpenAIEvents):
 
     def logprobs(self, choice: Choice) -> Json:
         offset = self._offsets.get(choice.index, 0)
-        self._offsets[choice.index] = offset + sum(len(token_text(token)) for token in tokens_of(choice))
+        self._offsets[choice.index] = offset + sum(len(token_text(token)) for token in openai_shared.tokens_of(choice))
         return _logprobs(self._request, choice, offset)

@@ -3,31 +3,22 @@
 from dataclasses import fields
 from pathlib import Path
 
-from art_cli.config.schema import (
-    AlgorithmConfig,
-    LossConfig,
-    ModelConfig,
-    RunConfig,
-    Section,
-    SftConfig,
-    TorchLearnerConfig,
-    TrainConfig,
-)
+from art_cli.config import schema
 from art_cli.learners import LearnerSetup
 
 
-class Job(Section):
+class Job(schema.Section):
     """Sent as JSON to processes on this machine. It never leaves this machine."""
 
     base: str
     """A hub id or directory."""
-    model: ModelConfig
-    train: TrainConfig
-    loss: LossConfig | AlgorithmConfig
+    model: schema.ModelConfig
+    train: schema.TrainConfig
+    loss: schema.LossConfig | schema.AlgorithmConfig
     directory: Path = Path()
     """Base directory for a user's algorithm path."""
-    learner: TorchLearnerConfig
-    sft: SftConfig | None
+    learner: schema.TorchLearnerConfig
+    sft: schema.SftConfig | None
     sampling_max_tokens: int
 
     @property
@@ -35,8 +26,10 @@ class Job(Section):
         return LearnerSetup(**{each.name: getattr(self, each.name) for each in fields(LearnerSetup)})
 
 
-def make_job(config: RunConfig, base: str, *, directory: Path, dtype: str) -> Job:
+def make_job(config: schema.RunConfig, base: str, *, directory: Path, dtype: str) -> Job:
     """Returns the job for a configuration with a torch learner. `base` is the base model's path on this machine."""
-    assert isinstance(config.learner, TorchLearnerConfig), f"a learner with its own processes, not {config.learner}"
+    assert isinstance(config.learner, schema.TorchLearnerConfig), (
+        f"a learner with its own processes, not {config.learner}"
+    )
     model = config.model.model_copy(update={"dtype": dtype})  # the same dtype in all processes
     return Job(base=base, model=model, **vars(LearnerSetup.of(config, directory)))

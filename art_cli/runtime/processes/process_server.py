@@ -17,22 +17,7 @@ from typing import Any, NoReturn
 
 from art_cli.runtime import threads
 from art_cli.runtime.errors import ArtError
-from art_cli.runtime.processes.process_calls import (
-    FAREWELL,
-    MAX_LINE_BYTES,
-    TO_PROCESS,
-    Advance,
-    Call,
-    Heartbeat,
-    Json,
-    Message,
-    MessageReader,
-    MessageWriter,
-    Raised,
-    Returned,
-    decode,
-    encode,
-)
+from art_cli.runtime.processes import process_calls
 
 FAREWELL_DEADLINE_S = 2.0  # timeout for sending the last message
 
@@ -44,13 +29,13 @@ async def serve(connection: socket.socket, target: object, *, heartbeat_s: float
     parameter `progress` receives a function of (done, total). An ArtError is sent as the call's answer. Any other
     exception is a bug and is raised here. During calls, a heartbeat is sent every `heartbeat_s`.
     """
-    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=process_calls.MAX_LINE_BYTES)
     await answer(reader, writer, target, heartbeat_s=heartbeat_s)
 
 
 async def answer(
-    reader: MessageReader,
-    writer: MessageWriter,
+    reader: process_calls.MessageReader,
+    writer: process_calls.MessageWriter,
     target: object,
     *,
     heartbeat_s: float | None = None,
@@ -75,7 +60,7 @@ def run_and_exit(
 
 
 class _AnsweringEnd:
-    def __init__(self, writer: MessageWriter, target: object) -> None:
+    def __init__(self, writer: process_calls.MessageWriter, target: object) -> None:
         self._writer, self._target = writer, target
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -84,7 +69,7 @@ class _AnsweringEnd:
 
     async def answer(
         self,
-        reader: MessageReader,
+        reader: process_calls.MessageReader,
         heartbeat_s: float | None,
         watch: Callable[[], Coroutine[Any, Any, None]] | None,
     ) -> None:
@@ -99,7 +84,7 @@ class _AnsweringEnd:
             for ended in done:
                 ended.result()
         except ArtError as error:
-            self._send(Raised(FAREWELL, type(error).__name__, str(error)))
+            self._send(process_calls.Raised(process_calls.FAREWELL, type(error).__name__, str(error)))
             with contextlib.suppress(TimeoutError, ConnectionError):
                 await asyncio.wait_for(self._writer.drain(), FAREWELL_DEADLINE_S)
             raise
@@ -108,10 +93,10 @@ class _AnsweringEnd:
                 task.cancel()
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _read(self, reader: MessageReader) -> None:
+    async def _read(self, reader: process_calls.MessageReader) -> None:
         while line := await reader.readline():
-            message = decode(line, TO_PROCESS)
-            if isinstance(message, Call):
+            message = process_calls.decode(line, process_calls.TO_PROCESS)
+            if isinstance(message, process_calls.Call):
                 task = self._tasks[message.id] = asyncio.create_task(self._answer(message))
                 task.add_done_callback(partial(self._forget, message.id))
             elif (running := self._tasks.get(message.id)) is not None:
@@ -121,13 +106,13 @@ class _AnsweringEnd:
         while True:
             await asyncio.sleep(every_s)
             if self._tasks:
-                self._send(Heartbeat())
+                self._send(process_calls.Heartbeat())
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: process_calls.Call) -> None:
         if call.method.startswith("_"):
             raise ValueError(f"no public method: {call.method:.40}")
         method = getattr(self._target, call.method)
-        given: Json = dict(call.params)
+        given: process_calls.Json = dict(call.params)
         if "progress" in inspect.signature(method).parameters:
             given["progress"] = self._progress(call.id)
         try:
@@ -135,18 +120,18 @@ class _AnsweringEnd:
                 value = await method(**given)
             else:
                 value = await self._loop.run_in_executor(self._thread, partial(method, **given))
-            self._send(Returned(call.id, value))
+            self._send(process_calls.Returned(call.id, value))
         except ArtError as error:
-            self._send(Raised(call.id, type(error).__name__, str(error)))
+            self._send(process_calls.Raised(call.id, type(error).__name__, str(error)))
 
     def _progress(self, id: int) -> Callable[[int, int], None]:
         def send(done: int, total: int) -> None:
-            self._loop.call_soon_threadsafe(self._send, Advance(id, done, total))
+            self._loop.call_soon_threadsafe(self._send, process_calls.Advance(id, done, total))
 
         return send
 
-    def _send(self, message: Message) -> None:
-        self._writer.write(encode(message))
+    def _send(self, message: process_calls.Message) -> None:
+        self._writer.write(process_calls.encode(message))
 
     def _forget(self, id: int, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(id, None)
