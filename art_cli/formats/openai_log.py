@@ -197,8 +197,9 @@ class OpenAILog(TraceReader):
 
     def _session(self, record: Json, digests: Sequence[bytes]) -> str:
         """Returns the attempt key for a call: a session key in the line, or the attempt whose reply it continues."""
-        for source in (record, record.get("metadata")):
-            for key in SESSIONS if isinstance(source, dict) else ():
+        metadata = record.get("metadata")
+        for source in [record, *([metadata] if isinstance(metadata, dict) else [])]:
+            for key in SESSIONS:
                 if isinstance(source.get(key), str | int):
                     return f"{key} {source[key]}"
         for digest in reversed(digests[:-2]):  # of the prompt without its last message
