@@ -10,18 +10,32 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from art_cli.config import schema
 from art_cli.config.checks import conflicts
 from art_cli.config.composition import Composition
 from art_cli.config.key_locations import COMMAND_LINE, Places
 from art_cli.config.overrides import Schema, expand, groups, sections, suffixes, variants
 from art_cli.config.problems import explain
+from art_cli.config.schema import (
+    MAX_NAME,
+    AutoEngineConfig,
+    EmbeddedEngineConfig,
+    EngineConfig,
+    GatewayConfig,
+    JudgeConfig,
+    LearnerConfig,
+    ModelConfig,
+    RolloutJudgeConfig,
+    RunConfig,
+    Section,
+    TorchLearnerConfig,
+    VllmEngineConfig,
+)
 from art_cli.config.sections.base_config import RunName
 from art_cli.config.sections.reward_config import RewardRunConfig
 from art_cli.config.store_address import Directory
 from art_cli.runtime.errors import ConfigError, Problem
 
-AnySection = TypeVar("AnySection", bound=schema.Section)
+AnySection = TypeVar("AnySection", bound=Section)
 
 TINY, BLANK_ROLLOUT = "builtin:tiny", {"entry": "rollout.py:rollout", "scenarios": "scenarios.jsonl"}  # recipes/blank
 ENTRY = "entry"  # the variant of a section for a user's own class
@@ -31,7 +45,7 @@ ENTRY = "entry"  # the variant of a section for a user's own class
 class LoadedConfig:
     """A configuration and its origin. Entries, scenarios, demos and a base stay as written: a project may move."""
 
-    config: schema.RunConfig
+    config: RunConfig
     directory: Path  # absolute directory of the file; relative paths in the file are relative to it
     path: Path  # the file as the user named it
     places: Places = field(default_factory=Places, repr=False, compare=False)
@@ -53,19 +67,19 @@ class LoadedConfig:
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    config: schema.JudgeConfig
+    config: JudgeConfig
     directory: Path
 
 
-class _JudgeOnly(schema.Section):
-    judge: schema.JudgeConfig = schema.RolloutJudgeConfig()
+class _JudgeOnly(Section):
+    judge: JudgeConfig = RolloutJudgeConfig()
 
 
 @dataclass(frozen=True)
 class LoadedGateway:
     name: str
-    engine: schema.EngineConfig
-    gateway: schema.GatewayConfig
+    engine: EngineConfig
+    gateway: GatewayConfig
     trajectories: Path  # absolute output directory
     directory: Path  # absolute directory of the file
     run: LoadedConfig | None  # the whole configuration; None without `model` and `rollout`
@@ -73,30 +87,30 @@ class LoadedGateway:
 
 @dataclass(frozen=True)
 class LoadedBackend:
-    model: schema.ModelConfig
-    engine: schema.EngineConfig
-    learner: schema.LearnerConfig
+    model: ModelConfig
+    engine: EngineConfig
+    learner: LearnerConfig
     directory: Path  # absolute directory of the file
 
 
-class _BackendOnly(schema.Section):
-    model: schema.ModelConfig
-    engine: schema.EngineConfig = schema.AutoEngineConfig()
-    learner: schema.LearnerConfig = schema.TorchLearnerConfig()
+class _BackendOnly(Section):
+    model: ModelConfig
+    engine: EngineConfig = AutoEngineConfig()
+    learner: LearnerConfig = TorchLearnerConfig()
 
 
-class _GatewayOnly(schema.Section):
+class _GatewayOnly(Section):
     name: RunName
     runs: Directory = Path("runs")
-    gateway: schema.GatewayConfig = schema.GatewayConfig()
-    engine: schema.EngineConfig = schema.AutoEngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    engine: EngineConfig = AutoEngineConfig()
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Loads a run's configuration. Raises ConfigError with all mistakes."""
     path = Path(path)
-    composition = Composition(path, schema.RunConfig)
-    config = _judged(composition, overrides, schema.RunConfig)
+    composition = Composition(path, RunConfig)
+    config = _judged(composition, overrides, RunConfig)
     problems = [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]
     if problems:
         raise ConfigError(problems)
@@ -106,7 +120,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> LoadedConfig
 
 def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
     """Composes a new configuration file; `model` and `rollout` default to the recipe blank's. Raises ConfigError."""
-    composition = Composition(None, schema.RunConfig)
+    composition = Composition(None, RunConfig)
     composed = composition.compose(overrides)
     needed = {"model": {"base": TINY}, "rollout": dict(BLANK_ROLLOUT)}
     if "environment" in (agent := composed.get("rollout", {})):
@@ -116,10 +130,10 @@ def compose_new(overrides: Sequence[str]) -> dict[str, Any]:
     for name, section in needed.items():
         if isinstance(given := composed.setdefault(name, {}), dict):
             composed[name] = section | given
-    config = _checked(composition, {"name": "new"} | composed, schema.RunConfig)
+    config = _checked(composition, {"name": "new"} | composed, RunConfig)
     if problems := [Problem(key, composition.places.of(key), message) for key, message in conflicts(config)]:
         raise ConfigError(problems)
-    return {name: composed[name] for name in schema.RunConfig.model_fields if name in composed}
+    return {name: composed[name] for name in RunConfig.model_fields if name in composed}
 
 
 def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
@@ -128,8 +142,8 @@ def load_sweep(path: Path, overrides: Sequence[str]) -> list[LoadedConfig]:
     for arguments, suffix in zip(expand(overrides), suffixes(overrides), strict=True):
         loaded = load_config(path, arguments)
         name = "-".join(filter(None, [loaded.config.name, suffix]))
-        if len(name) > schema.MAX_NAME:
-            message = f"{name}: {len(name)} characters with what is swept; at most {schema.MAX_NAME}"
+        if len(name) > MAX_NAME:
+            message = f"{name}: {len(name)} characters with what is swept; at most {MAX_NAME}"
             raise ConfigError([Problem("name", loaded.places.of("name"), message)])
         config = loaded.config.model_copy(update={"name": name})
         runs.append(replace(loaded, config=config, sweep=tuple(overrides)))
@@ -154,7 +168,7 @@ def load_reward(overrides: Sequence[str]) -> RewardRunConfig:
     """Loads a reward model's training from overrides alone. Raises ConfigError."""
     composition = Composition(None, RewardRunConfig)
     loaded = _judged(composition, overrides, RewardRunConfig)
-    return loaded.model_copy(update=_placed(loaded.model, schema.AutoEngineConfig(), composition))
+    return loaded.model_copy(update=_placed(loaded.model, AutoEngineConfig(), composition))
 
 
 def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
@@ -163,9 +177,7 @@ def load_gateway(path: Path, overrides: Sequence[str] = ()) -> LoadedGateway:
     composed = composition.compose(overrides)
     run = load_config(path, overrides) if {"model", "rollout"} & composed.keys() else None
     only = _checked(composition, composed, _GatewayOnly) if run is None else run.config
-    if run is None and isinstance(
-        only.engine, schema.AutoEngineConfig | schema.EmbeddedEngineConfig | schema.VllmEngineConfig
-    ):
+    if run is None and isinstance(only.engine, AutoEngineConfig | EmbeddedEngineConfig | VllmEngineConfig):
         message = (
             f"{only.engine.name!r} samples from a checkpoint, and this file has no model and rollout; name an endpoint "
             "(engine: {name: openai, base_url: https://host/v1, model: NAME}), or take a run's configuration"
@@ -256,10 +268,10 @@ def _named(item: Any) -> Any:
 def _default_name(path: Path) -> str:
     """Returns the file's stem; for config.yaml, the directory's name."""
     name = path.resolve().parent.name if path.stem == "config" else path.stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[: schema.MAX_NAME] or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:MAX_NAME] or "run"
 
 
-def _with_paths(config: schema.RunConfig, composition: Composition) -> schema.RunConfig:
+def _with_paths(config: RunConfig, composition: Composition) -> RunConfig:
     """Makes the paths of runs, chat template and Pythons absolute. Raises ConfigError for an unknown `~user`."""
     absolute = partial(_absolute, composition)
 
@@ -278,12 +290,12 @@ def _with_paths(config: schema.RunConfig, composition: Composition) -> schema.Ru
     return config.model_copy(update={"runs": absolute("runs", config.runs), "rollout": rollout, **placed})
 
 
-def _placed(model: schema.ModelConfig, engine: schema.EngineConfig, composition: Composition) -> dict[str, Any]:
+def _placed(model: ModelConfig, engine: EngineConfig, composition: Composition) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     if model.chat_template is not None:
         template = _absolute(composition, "model.chat_template", model.chat_template)
         changed["model"] = model.model_copy(update={"chat_template": template})
-    if isinstance(engine, schema.VllmEngineConfig) and engine.python is not None:
+    if isinstance(engine, VllmEngineConfig) and engine.python is not None:
         python = _absolute(composition, "engine.python", engine.python)  # a venv's python is a link, which is kept
         changed["engine"] = engine.model_copy(update={"python": python})
     return changed

@@ -11,22 +11,7 @@ from msgspec import Meta
 from art_cli.chat.chat_errors import invalid
 from art_cli.chat.replies import Choice, Reply
 from art_cli.chat.requests import Json, Request, Sampling
-from art_cli.chat.wires.openai_shared import (
-    Body,
-    Count,
-    NamedSchema,
-    ObjectFormat,
-    OpenAI,
-    OpenAIEvents,
-    PlainFormat,
-    parse_body,
-    sampling_of,
-    template_kwargs,
-    token_fields,
-    token_logprobs,
-    tool_choice_of,
-    wanted_usage,
-)
+from art_cli.chat.wires import openai_shared
 
 _Text = Annotated[str, Meta(min_length=1)]
 
@@ -70,32 +55,32 @@ class _Tool(msgspec.Struct):
 
 
 class _SchemaFormat(msgspec.Struct, tag="json_schema"):
-    json_schema: NamedSchema
+    json_schema: openai_shared.NamedSchema
 
 
-class ChatBody(Body, kw_only=True):
+class ChatBody(openai_shared.Body, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: openai_shared.Count | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Tool | None = None
-    response_format: PlainFormat | ObjectFormat | _SchemaFormat | None = None
+    response_format: openai_shared.PlainFormat | openai_shared.ObjectFormat | _SchemaFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: Json | None = None  # vLLM's parameter
 
 
-class OpenAIChat(OpenAI):
+class OpenAIChat(openai_shared.OpenAI):
     path = "/v1/chat/completions"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
-        fields, chat = parse_body(body, ChatBody)
+        fields, chat = openai_shared.parse_body(body, ChatBody)
         if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
         if any(message.function_call for message in chat.messages):
             raise invalid("messages: function_call is not supported; send tool_calls", "messages")
         if chat.top_logprobs and not chat.logprobs:
             raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-        sampling = sampling_of(chat, chat.max_completion_tokens or chat.max_tokens)
+        sampling = openai_shared.sampling_of(chat, chat.max_completion_tokens or chat.max_tokens)
         return Request(
             model=chat.model,
             sampling=msgspec.structs.replace(defaults, **sampling),
@@ -103,10 +88,12 @@ class OpenAIChat(OpenAI):
             tools=fields.get("tools") or [],
             tool_choice=_tool_choice(chat),
             calls_in_parallel=fields.get("parallel_tool_calls") is not False,
-            response_format=None if isinstance(chat.response_format, PlainFormat) else fields.get("response_format"),
-            template_kwargs=template_kwargs(chat.chat_template_kwargs or {}),
+            response_format=None
+            if isinstance(chat.response_format, openai_shared.PlainFormat)
+            else fields.get("response_format"),
+            template_kwargs=openai_shared.template_kwargs(chat.chat_template_kwargs or {}),
             is_stream=bool(chat.stream),
-            **wanted_usage(chat),
+            **openai_shared.wanted_usage(chat),
             wants_logprobs=bool(chat.logprobs),
             top_logprobs=chat.top_logprobs or 0,
             wants_token_ids=bool(chat.return_token_ids),
@@ -120,7 +107,7 @@ class OpenAIChat(OpenAI):
                 "message": choice.message or {"role": "assistant", "content": choice.text},
                 "logprobs": _logprobs(request, choice) if request.wants_logprobs else None,
                 "finish_reason": choice.finish_reason,
-                **token_fields(request, choice),
+                **openai_shared.token_fields(request, choice),
             }
             for choice in reply.choices
         ]
@@ -137,8 +124,8 @@ class OpenAIChat(OpenAI):
 def _tool_choice(chat: ChatBody) -> str | Json:
     names, choice = {tool.function.name for tool in chat.tools or []}, chat.tool_choice
     if isinstance(choice, _Tool):
-        return tool_choice_of(None, choice.function.name, names)
-    return tool_choice_of(choice, None, names)
+        return openai_shared.tool_choice_of(None, choice.function.name, names)
+    return openai_shared.tool_choice_of(choice, None, names)
 
 
 # --- the reply --------------------------------------------------------------------------------------------------------
@@ -146,10 +133,10 @@ def _tool_choice(chat: ChatBody) -> str | Json:
 
 def _logprobs(request: Request, choice: Choice) -> Json:
     """`{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`"""
-    return {"content": token_logprobs(request, choice), "refusal": None}
+    return {"content": openai_shared.token_logprobs(request, choice), "refusal": None}
 
 
-class _ChatEvents(OpenAIEvents):
+class _ChatEvents(openai_shared.OpenAIEvents):
     kind = "chat.completion.chunk"
 
     def first_content(self, choice: Choice) -> Json:

@@ -28,23 +28,7 @@ from art_cli.chat.chat_errors import ChatError, invalid
 from art_cli.chat.reading import convert, decode_object
 from art_cli.chat.replies import Choice, Chunk, PieceQueue, Reply, answer_of, thoughts_of
 from art_cli.chat.requests import Json, Request, Sampling
-from art_cli.chat.wires.openai_shared import (
-    HARMLESS,
-    Count,
-    Name,
-    NamedSchema,
-    ObjectFormat,
-    OpenAI,
-    PlainFormat,
-    Temperature,
-    TopK,
-    TopP,
-    check_names,
-    given_sampling,
-    template_kwargs,
-    token_logprobs,
-    tool_choice_of,
-)
+from art_cli.chat.wires import openai_shared
 from art_cli.chat.wires.responses_items import (
     Item,
     call_item,
@@ -65,7 +49,7 @@ MAX_BYTES = 16 * 2**20  # total size of stored conversations as JSON; 100 turns 
 ENCRYPTED = "reasoning.encrypted_content"  # value of `include` that requests encrypted content
 Event = tuple[str, Json]  # name without "response.", and fields
 _Text = Annotated[str, Meta(min_length=1)]
-_HARMLESS = (HARMLESS - {"reasoning_effort", "verbosity"}) | {
+_HARMLESS = (openai_shared.HARMLESS - {"reasoning_effort", "verbosity"}) | {
     *("reasoning", "stream_options", "max_tool_calls", "client_metadata", "prompt_cache_options"),
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -188,7 +172,7 @@ def _output(request: Request, choice: Choice) -> list[Json]:
     message = choice.message or {"content": choice.text}
     thought, text, calls = thoughts_of(message), answer_of(message), message.get("tool_calls") or []
     status = _status(choice.finish_reason)
-    logprobs = token_logprobs(request, choice) if request.wants_logprobs else []
+    logprobs = openai_shared.token_logprobs(request, choice) if request.wants_logprobs else []
     items: list[Json] = []
     if thought:
         id = item_id("rs", request.id, 0)
@@ -327,7 +311,7 @@ class ResponseEvents:
         self._counts[0] += len(chunk.prompt_ids or ())
         self._counts[1] += len(chunk.choice.token_ids)
         if self._request.wants_logprobs:
-            self._logprobs += token_logprobs(self._request, chunk.choice)
+            self._logprobs += openai_shared.token_logprobs(self._request, chunk.choice)
         delta: Json = {"content": chunk.choice.text} if chunk.choice.message is None else chunk.choice.message
         return events + self._pieces(self._queue.add(delta))
 
@@ -437,28 +421,28 @@ class _NamedTool(msgspec.Struct):
     type: Literal["function"]
 
 
-class _SchemaFormat(NamedSchema, tag_field="type", tag="json_schema"):
+class _SchemaFormat(openai_shared.NamedSchema, tag_field="type", tag="json_schema"):
     """In the Responses API, a schema's fields are the format's own."""
 
 
 class _TextOptions(msgspec.Struct):
-    format: PlainFormat | ObjectFormat | _SchemaFormat | None = None
+    format: openai_shared.PlainFormat | openai_shared.ObjectFormat | _SchemaFormat | None = None
     verbosity: str | None = None  # ignored, as in the other wires
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """The JSON body of a response request; null means no value."""
 
-    model: Name
+    model: openai_shared.Name
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
     tools: list[_Tool | _Namespace] | None = None
     tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     text: _TextOptions | None = None
-    max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
+    max_output_tokens: openai_shared.Count | None = None
+    temperature: openai_shared.Temperature | None = None
+    top_p: openai_shared.TopP | None = None
+    top_k: openai_shared.TopK | None = None
     include: list[str] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
@@ -468,17 +452,17 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: Json | None = None  # vLLM's parameter
 
 
-class OpenAIResponses(OpenAI):
+class OpenAIResponses(openai_shared.OpenAI):
     path = "/v1/responses"
 
     def parse(self, body: bytes, defaults: Sampling) -> Request:
         fields = decode_object(body)
         _refuse_by_name(fields)
         asked = convert(fields, ResponsesBody)
-        check_names(fields, ResponsesBody, _HARMLESS, _NEUTRAL)
+        openai_shared.check_names(fields, ResponsesBody, _HARMLESS, _NEUTRAL)
         if asked.background:
             raise _unsupported("background", "this endpoint answers while the client waits")
-        sampling = given_sampling(asked, max_tokens=asked.max_output_tokens)
+        sampling = openai_shared.given_sampling(asked, max_tokens=asked.max_output_tokens)
         tools = _chat_tools(fields.get("tools") or [])
         include, previous = frozenset(asked.include or ()), asked.previous_response_id
         if unknown := sorted(include - _INCLUDABLE):
@@ -492,7 +476,7 @@ class OpenAIResponses(OpenAI):
             tool_choice=_tool_choice(asked, tools),
             calls_in_parallel=fields.get("parallel_tool_calls") is not False,
             response_format=_response_format(asked),
-            template_kwargs=template_kwargs(asked.chat_template_kwargs or {}),
+            template_kwargs=openai_shared.template_kwargs(asked.chat_template_kwargs or {}),
             is_stream=bool(asked.stream),
             wants_logprobs=_LOGPROBS in include,
             top_logprobs=(asked.top_logprobs or 0) if _LOGPROBS in include else 0,
@@ -564,13 +548,13 @@ def _chat_tools(tools: list[Json]) -> list[Json]:
 def _tool_choice(asked: ResponsesBody, tools: list[Json]) -> str | Json:
     names, choice = [tool["function"]["name"] for tool in tools], asked.tool_choice
     if isinstance(choice, _NamedTool):
-        return tool_choice_of(None, choice.name, names)
-    return tool_choice_of(choice, None, names)
+        return openai_shared.tool_choice_of(None, choice.name, names)
+    return openai_shared.tool_choice_of(choice, None, names)
 
 
 def _response_format(asked: ResponsesBody) -> Json | None:
     match asked.text.format if asked.text else None:
-        case ObjectFormat():
+        case openai_shared.ObjectFormat():
             return {"type": "json_object"}
         case _SchemaFormat() as format:
             given = {"name": format.name, "description": format.description, "strict": format.strict}
