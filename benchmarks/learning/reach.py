@@ -217,7 +217,7 @@ def reached(row: dict[str, Any], target: float) -> int | None:
             num, total = num + attempts, total + attempts * reward
             if num >= WINDOW:
                 break
-        if num >= WINDOW and total / num >= target:
+        if num >= WINDOW and total / num >= target - 1e-9:  # rewards are tenths, and their sums rounded
             return sum(row["attempts"][:end])
     return None
 
