@@ -91,7 +91,7 @@ def check_rollout(opened: Opened, part: SourcePart) -> Finding:
     """Plays two concurrent attempts at the first scenario, as training does."""
     rollout = part.loaded.config.rollout
     log.info(
-        "rollout: two attempts at once, of %d turns at most with %d tokens each; rollout.timeout_s ends one after %g s",
+        "rollout: two attempts at once, each with at most %d turns, %d tokens a turn and %g s (rollout.timeout_s)",
         rollout.max_turns,
         rollout.sampling.max_tokens,
         rollout.timeout_s,
