@@ -149,7 +149,6 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
 
     given = named or loaded.model.base
     path = find_base(loaded.model.base, directory=loaded.directory, built=root / "base")
-    log.info("loading %s", given)
     bare = loaded.model.model_copy(update={"lora": None})
     learner = loaded.learner
     if learner.name == "unsloth":

@@ -38,7 +38,7 @@ def run(
     try:
         loaded = load_config(config, overrides or [])
         check_ready(loaded, is_training=True)
-        findings = [Finding("config", True, f"{loaded.path}: composes")]
+        findings = [Finding("config", True, f"{loaded.path} is valid")]
         if not as_json:
             print_findings(findings)
         loaded = decide_engine(loaded)

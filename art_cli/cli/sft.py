@@ -74,7 +74,7 @@ def run(
         raise UsageError("--last picks among a run's checkpoints; name --checkpoint RUN")
     if checkpoint is None:
         source = stage_policy.PolicySource(None, 0)
-        log_policy(loaded.config.model.base, "the base model, because no --checkpoint is named")
+        log_policy(loaded.config.model.title, "the base model, because no --checkpoint is named")
     else:
         source = stage_policy.find_policy(loaded, checkpoint, which=which_checkpoint(False, is_last))
     with stage_policy.open_base(loaded, source) as base:

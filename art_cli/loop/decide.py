@@ -31,9 +31,9 @@ from art_cli.loop.engine_choice import Machine, choose_engine, vllm_obstacle
 from art_cli.loop.gpu_fit import context, gpu_use
 from art_cli.loop.record import claim_config
 from art_cli.loop.references import missing_targets
-from art_cli.loop.startup import Startup, import_libraries
+from art_cli.loop.startup import Startup
 from art_cli.models.base_source import find_base, find_on_hub
-from art_cli.models.loading import resolve_dtype
+from art_cli.models.loading import import_libraries, resolve_dtype
 from art_cli.models.model_shape import context_of, read_shape, width_of
 from art_cli.models.run_memory import GIB, ModelSize, checkpoint_from, model_bytes, size_of
 from art_cli.runs.run_checkpoints import base_of, find

@@ -226,17 +226,16 @@ def _engine_weights(config: RunConfig, traits: EngineTraits, weights: Weights | 
 def _described(loaded: LoadedConfig, policy: PolicySpec | None, weights: Weights | None) -> str:
     config = loaded.config
     if policy is None or not config.learner.trains_weights:
-        return f"{config.name}: {config.model.base} with a prompt; {describe(loaded)}"
+        return f"{config.name}: {config.model.title} with a prompt; {describe(loaded)}"
     why = {name: f" (auto: {reason})" for name, reason in loaded.auto.items()}
     rate = f"learning rate {config.train.rate:g}{why.get('learning_rate', '')}"
     if config.train.kl_bound is not None:
         rate += f"; a step's KL at most {config.train.kl_bound:g}{why.get('max_kl', '')}"
     if isinstance(config.learns_by, GrpoConfig) and config.learns_by.baseline == "shrunk":
         rate += f"; baseline shrunk{why.get('baseline', '')}"
-    what = config.model.base
+    what = config.model.title
     if weights is not None:
-        size = count_parameters(weights.model)
-        what += f", {size.whole / 1e6:.3g}M parameters, {size.trained / 1e6:.3g}M trained"
+        what += f", {count_parameters(weights.model)}"
     engine, learner = config.engine, config.learner.name
     names = f"engine {engine.title}, learner {learner} on {policy.learner_device}"
     if engine.server is not None:

@@ -19,19 +19,11 @@ from art_cli.loop.decide import decide_by_base
 from art_cli.loop.record import recorded_dtype
 from art_cli.models.base_files import base_digest
 from art_cli.models.base_source import find_base
-from art_cli.models.loading import load_weights
+from art_cli.models.loading import import_libraries, load_weights
 from art_cli.models.policy_spec import PolicySpec, origin_of, read_spec
 from art_cli.models.saved_weights import load_checkpoint
 from art_cli.models.weights import Weights
-from art_cli.runs.manifest import (
-    MANIFEST,
-    Manifest,
-    digest_of,
-    is_built,
-    new_checkpoint,
-    read_manifest,
-    verify_checkpoint,
-)
+from art_cli.runs import manifest
 from art_cli.runs.run_checkpoints import Which, choose, fetched, find, in_run, log_policy, run_config, run_of
 from art_cli.runs.run_dir import RunDir
 from art_cli.runs.storage.fetch import NothingThere, fetch
@@ -81,7 +73,7 @@ def _find_policy(loaded: LoadedConfig, wanted: Path | None, which: Which = "offe
 def _log(loaded: LoadedConfig, source: PolicySource, wanted: Path | None) -> None:
     home = RunDir(loaded.config.runs / loaded.config.name).root
     place = source.checkpoint or source.base or (wanted if source.run is not None else None)
-    log_policy(place or (home if wanted is None else loaded.config.model.base), source.why)
+    log_policy(place or (home if wanted is None else loaded.config.model.title), source.why)
 
 
 def find_sampler(loaded: LoadedConfig, wanted: Path | None, turns: Sequence[Turn]) -> PolicySource:
@@ -112,8 +104,7 @@ def sampler_of(turn: Turn) -> str:
 def _sampler_in(run: RunDir, turn: Turn) -> Path | None:
     for step in sorted(run.checkpoint_steps(), key=lambda step: step != turn.step):
         with contextlib.suppress(CheckpointError):
-            manifest = verify_checkpoint(run.checkpoint_path(step))
-            digest = digest_of(manifest)
+            digest = manifest.digest_of(manifest.verify_checkpoint(run.checkpoint_path(step)))
             if digest == turn.policy if digest and turn.policy else step == turn.step:
                 return run.checkpoint_path(step)
     return None
@@ -132,12 +123,14 @@ def _run(loaded: LoadedConfig, wanted: Path | None) -> RunDir:
 
 def _find_base(wanted: Path | None) -> PolicySource | None:
     """Returns the source for "base" or RUN/base, if `wanted` names either."""
-    if wanted is None or wanted.name != BASE or (wanted / MANIFEST).exists() or RunDir(wanted).checkpoint_steps():
+    if wanted is None or wanted.name != BASE:
+        return None
+    if (wanted / manifest.MANIFEST).exists() or RunDir(wanted).checkpoint_steps():
         return None
     if wanted == Path(BASE):
-        return PolicySource(None, 0, why="the base model, as named")
+        return PolicySource(None, 0, why="the base model, as you asked")
     is_run = RunDir(wanted.parent).config_path.exists() or bool(RunDir(wanted.parent).checkpoint_steps())
-    return PolicySource(None, 0, wanted.parent, why="the base model, as named") if is_run else None
+    return PolicySource(None, 0, wanted.parent, why="the base model, as you asked") if is_run else None
 
 
 def _find_trained(loaded: LoadedConfig, wanted: Path | None, which: Which) -> PolicySource:
@@ -241,6 +234,8 @@ def open_policy(loaded: LoadedConfig, source: PolicySource) -> Iterator[Weights 
     if not traits.can_train:
         yield None
         return
+    if traits.weights == "here":
+        import_libraries(has_adapter=loaded.config.model.lora is not None)
     with open_base(loaded, source) as base:
         config = as_trained(loaded, source, base).config
         if traits.weights != "here":
@@ -269,7 +264,7 @@ def open_learner(loaded: LoadedConfig, source: PolicySource, *, base: str | None
 
 def check_output(output: Path) -> None:
     """Raises UsageError if `output` exists and is not a checkpoint that may be replaced."""
-    if os.path.lexists(output) and not (output / MANIFEST).is_file():
+    if os.path.lexists(output) and not (output / manifest.MANIFEST).is_file():
         raise UsageError(f"{output}: not a checkpoint, so it is not replaced; name another directory with -o")
 
 
@@ -288,12 +283,13 @@ def save_learner(
     `base` is the opened base. A built base is copied into the checkpoint. Other directories are recorded with their
     full path, so the checkpoint works from anywhere. The text of the probe in `source` is kept.
     """
-    keeps = is_built(Path(base))
+    keeps = manifest.is_built(Path(base))
     policy = read_spec(loaded.config.model, base, is_remote=loaded.config.learner.weights == "server")
     origin = origin_of(policy, base_digest(base))
-    checkpoint = None if source is None or source.checkpoint is None else read_manifest(fetched(source.checkpoint))
-    before = checkpoint.probe if checkpoint is not None and checkpoint.origin == origin else None
-    manifest = Manifest(
+    start = None if source is None else source.checkpoint
+    known = None if start is None else manifest.read_manifest(fetched(start))
+    before = known.probe if known is not None and known.origin == origin else None
+    facts = manifest.Manifest(
         step=step,
         base=BASE if keeps else base,
         config_hash=config_hash(loaded.config),
@@ -302,7 +298,7 @@ def save_learner(
         probe=learner.measure(before),
         metrics=metrics,
     )
-    with new_checkpoint(output, manifest) as directory:
+    with manifest.new_checkpoint(output, facts) as directory:
         learner.save(directory)
         if keeps:
             shutil.copytree(base, directory / BASE)

@@ -44,13 +44,3 @@ def process_begin() -> float:
     except (OSError, ValueError, IndexError, AttributeError):
         return now
     return now - max(0.0, age)
-
-
-def import_libraries(*, has_adapter: bool) -> None:
-    """Imports the model libraries early, so their import time is a separate part."""
-    log.info("importing torch and transformers, about 10 s")
-    import torch  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: F401
-
-    if has_adapter:
-        import peft  # noqa: F401

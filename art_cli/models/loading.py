@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from art_cli.config.schema import ModelConfig
+from art_cli.models import precision
 from art_cli.models.adapters import add_adapter
 from art_cli.models.base_source import hide_progress_bars, loading, require_base
 from art_cli.models.device import grow_segments, pick_device
 from art_cli.models.model_shape import length_of
-from art_cli.models.precision import (
-    DtypeChoice,
-    choose_dtype,
-    is_quantized,
-    keep_layout,
-    quantization_settings,
-    require_bitsandbytes,
-)
 from art_cli.models.tokenizer import templated_tokenizer
 from art_cli.models.weights import Weights
+from art_cli.runs.manifest import is_built
 from art_cli.runtime.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -51,15 +47,18 @@ def load_weights(
     `named` is the base's name in errors when no configuration names it, such as "--base 'x'".
     Raises UsageError if loading fails, the chat template is missing, or the model lacks a module to adapt.
     """
+    import_libraries(has_transformers=load is None, has_adapter=config.lora is not None)
     import torch
 
-    _spare_collector(has_transformers=load is None, has_adapter=config.lora is not None)
     target = torch.device(pick_device(device))
     if target.type == "cpu":
         keep_freed_memory()
     else:
         grow_segments(target)
     name = resolve_dtype(config, base, device=device, named=named).name
+    files = list(Path(base).glob("*.safetensors"))  # none for a model on the hub
+    size = f" ({sum(path.stat().st_size for path in files) / 1e9:.1f} GB)" if files else ""
+    log.info("loading %s%s", config.title if is_built(Path(base)) else base, size)
     with loading(base, named):
         dtype = getattr(torch, name)
         model = (load or _load_model)(config, base, target, dtype, seed)  # Unsloth must be imported before transformers
@@ -72,13 +71,13 @@ def load_weights(
 
 def resolve_dtype(
     config: ModelConfig, base: str, *, device: str = "auto", named: str | None = None, may_be_exact: bool = False
-) -> DtypeChoice:
+) -> precision.DtypeChoice:
     """Returns the configured dtype, or `choose_dtype` for the device. Raises UsageError like `load_weights`."""
     require_base(base, named)
     if config.dtype != "auto":
-        return DtypeChoice(config.dtype, "")
+        return precision.DtypeChoice(config.dtype, "")
     with loading(base, named):
-        return choose_dtype(base, pick_device(device), may_be_exact=may_be_exact)
+        return precision.choose_dtype(base, pick_device(device), may_be_exact=may_be_exact)
 
 
 def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
@@ -88,26 +87,29 @@ def _load_model(config: ModelConfig, base: str, device: torch.device, dtype: tor
     hide_progress_bars()
     few_bits: dict[str, Any] = {}
     if config.quantize is not None:
-        require_bitsandbytes()
-        few_bits = {"quantization_config": quantization_settings(dtype), "device_map": {"": device}}
+        precision.require_bitsandbytes()
+        few_bits = {"quantization_config": precision.quantization_settings(dtype), "device_map": {"": device}}
     made: Any = transformers.AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **few_bits
     )
     model, found = made
     _check_complete(found)
-    keep_layout(model)
+    precision.keep_layout(model)
     if config.lora is not None:
         model = add_adapter(model, config.lora, seed)
-    return model if is_quantized(model) else model.to(device)
+    return model if precision.is_quantized(model) else model.to(device)
 
 
-def _spare_collector(*, has_transformers: bool, has_adapter: bool) -> None:
-    """Excludes the 460,000 objects in imported libraries from garbage collection.
+def import_libraries(*, has_adapter: bool, has_transformers: bool = True) -> None:
+    """Imports the model libraries, and excludes their 460,000 objects from garbage collection.
 
     A full collection stops every thread, including event loops. It takes 0.35 s with these objects and 0.02 s without.
     """
     if has_transformers:
-        import transformers  # noqa: F401
+        if not {"torch", "transformers"} <= sys.modules.keys():
+            log.info("importing torch and transformers")
+        import torch  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: F401
     if has_transformers and has_adapter:
         import peft  # noqa: F401
     if gc.get_freeze_count() == 0:  # only once, because later objects may need collection

@@ -68,6 +68,11 @@ class Size(NamedTuple):
     whole: int
     trained: int
 
+    def __str__(self) -> str:
+        """Example: "134.5M parameters, an adapter with 4.88M"."""
+        base, own = ((self.whole - self.trained) / 1e6, self.trained / 1e6)
+        return f"{base:.1f}M parameters, an adapter with {own:.2f}M" if base else f"{own:.1f}M parameters, all trained"
+
 
 def count_parameters(model: Any) -> Size:
     """Counts the model's parameters. Weights kept in 4 bits count with their unpacked shape."""

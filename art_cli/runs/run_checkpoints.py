@@ -128,9 +128,9 @@ def find(path: Path, *, which: Which = "offered") -> Found | None:
     if (path / "manifest.json").exists():
         return _found(path, run_of(path))
     if (path / ADAPTER_CONFIG).exists():
-        return Found(path, None, None, True, "a PEFT adapter, as named")
+        return Found(path, None, None, True, "a PEFT adapter, as you asked")
     if is_base(path):
-        return Found(path, None, None, False, "a base model, as named")
+        return Found(path, None, None, False, "a base model, as you asked")
     raise CheckpointError(
         f"{path}: no checkpoint (manifest.json), run (checkpoints/), PEFT adapter ({ADAPTER_CONFIG}) or model "
         "(config.json) there"
@@ -225,7 +225,7 @@ def _keeps_best(run: RunDir) -> bool:
 def _found(path: Path, run: RunDir | None) -> Found:
     """Returns the checkpoint at `path`. Raises CheckpointError if it does not verify."""
     manifest = verify_checkpoint(path)
-    return Found(path, manifest, run, (path / ADAPTER_CONFIG).exists(), f"step {manifest.step}, as named")
+    return Found(path, manifest, run, (path / ADAPTER_CONFIG).exists(), f"step {manifest.step}, as you asked")
 
 
 def base_of(found: Found) -> str:

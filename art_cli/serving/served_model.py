@@ -98,7 +98,7 @@ def find_source(
     name, target = parse_name(text)
     if (run := _run_of_base(target)) is not None:
         _refuse(target, which)
-        run_checkpoints.log_policy(target, "the base model, as named")
+        run_checkpoints.log_policy(target, "the base model, as you asked")
         return of_base(run, name=name, base=base, dtype=dtype)
     found = run_checkpoints.find(Path(target), which=which) if target else None
     if found is not None:
@@ -108,7 +108,7 @@ def find_source(
     if not (HUB_ID.fullmatch(target) or is_built) or (target.startswith(".") and not is_built):
         raise UsageError(f"{target}: no such directory, and no hub id")
     _refuse(target, which)
-    run_checkpoints.log_policy(target, "the base model, as named")
+    run_checkpoints.log_policy(target, "the base model, as you asked")
     path, own = target, name or target.removeprefix("builtin:")
     if built is not None and is_built:
         from art_cli.models.base_source import find_base  # slow import

@@ -17,6 +17,7 @@ from art_cli.learners.processes.workers import ParallelLearner
 from art_cli.loop import trial_update
 from art_cli.loop.trial_update import Cost, estimate, second_length
 from art_cli.models.policy_spec import PolicySpec
+from art_cli.models.weights import Size
 from art_cli.reports.pages.conversation_text import last_reply
 from art_cli.runs.intervals import share_interval
 from art_cli.runs.trajectory import Trajectory, Turn
@@ -56,6 +57,13 @@ def test_a_finding_is_printed_before_the_next_check_begins(
     monkeypatch.setattr("art_cli.cli.preflight.model_checks.open_model", look)
     art("check", CONFIG)
     assert names(printed[0]) == CHEAP
+
+
+def test_the_base_and_its_size_are_shown_without_the_adapter() -> None:
+    """SmolLM2-135M has 134.5M parameters; its adapter comes on top."""
+    assert str(Size(139_399_488, 4_884_480)) == "134.5M parameters, an adapter with 4.88M"
+    assert str(Size(134_515_008, 134_515_008)) == "134.5M parameters, all trained"
+    assert load_config(CONFIG, ["model.base=builtin:smollm2-135m"]).config.model.title == "builtin:smollm2-135m"
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ RUN = RunDir(Path("runs/mine"))
 SMALL = ["rollout.groups_per_step=1", "rollout.group_size=2"]
 BEST = "the best evaluated: reward 0.900; the newest, step 3, has 0.100 (--last takes it)"
 LAST = "the newest (--last)"
-NAMED = "as named"
+NAMED = "as you asked"
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +172,11 @@ def test_a_command_takes_the_checkpoint_by_the_rule_and_prints_it(art: Art, here
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([*GENERATE, "--checkpoint", "base"], "build.py:build: the base model, as named"),
-        ([*GENERATE, "--checkpoint", "runs/mine/base"], "runs/mine/base: the base model, as named"),
+        ([*GENERATE, "--checkpoint", "base"], "build.py:build: the base model, as you asked"),
+        ([*GENERATE, "--checkpoint", "runs/mine/base"], "runs/mine/base: the base model, as you asked"),
         ([*GENERATE, "name=other"], "runs/other: the starting policy, because the run has no checkpoint"),
         (SFT[:-2], "build.py:build: the base model, because no --checkpoint is named"),
-        ([*SERVE, "runs/mine/base"], "runs/mine/base: the base model, as named"),
+        ([*SERVE, "runs/mine/base"], "runs/mine/base: the base model, as you asked"),
     ],
     ids=" ".join,
 )

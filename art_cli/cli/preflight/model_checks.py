@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,12 +15,13 @@ from art_cli.config.schema import TinkerEngineConfig
 from art_cli.engines import engine_traits
 from art_cli.learners import Learner, describe_processes, has_own_weights, make_learner
 from art_cli.loop import trial_update
-from art_cli.loop.decide import Decided, decide_by_base, read_sizes
+from art_cli.loop.decide import Decided, computes_here, decide_by_base, read_sizes
 from art_cli.loop.engine_choice import Machine
 from art_cli.loop.gpu_fit import describe_use, find_misfit, gpu_use
 from art_cli.loop.open_run import read_policy
 from art_cli.models.base_source import find_base
 from art_cli.models.device import memory_there
+from art_cli.models.loading import import_libraries
 from art_cli.models.model_shape import read_shape
 from art_cli.models.policy_spec import read_spec, tokenizer_of
 from art_cli.models.tokenizer import templated_tokenizer
@@ -37,11 +37,14 @@ FIRST_STEP = 10  # time of the first step in forward passes: 3 for the step, the
 def open_model(opened: Opened) -> tuple[Opened, Finding]:
     """Loads the weights, unless other processes do, and creates the learner."""
     loaded, directory = opened.loaded, opened.loaded.directory
-    name = loaded.config.model.base
+    name = loaded.config.model.title
     if not loaded.config.engine.can_train:
         learner = make_learner(loaded.config, None, directory=directory)
         return replace(opened, learner=learner), Finding("model", True, f"{name}, whose prompt is searched for")
-    base = find_base(name, directory=directory, built=opened.scratch / "base")
+    traits = engine_traits(loaded.config.engine, directory)
+    if computes_here(loaded.config, traits) and not loaded.config.learner.imports_first:
+        import_libraries(has_adapter=loaded.config.model.lora is not None)
+    base = find_base(loaded.config.model.base, directory=directory, built=opened.scratch / "base")
     loaded = decide_by_base(loaded, base)
     opened, config = replace(opened, loaded=loaded), loaded.config
     if isinstance(config.engine, TinkerEngineConfig):
@@ -52,10 +55,7 @@ def open_model(opened: Opened) -> tuple[Opened, Finding]:
             cure = misfit.cure or "take a smaller model, or more GPUs"
             return opened, Finding("model", False, misfit.problem, cure)
         note = describe_use(gpu_use(config, *sized), sized.model)
-    num_bytes = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))  # 0 for a model on the hub
-    size = f" ({num_bytes / 1e9:.1f} GB)" if num_bytes else ""
-    log.info("model: importing torch and transformers, about 10 s, then loading %s%s", base, size)
-    policy, weights = read_policy(Decided(loaded, engine_traits(config.engine, loaded.directory), base))
+    policy, weights = read_policy(Decided(loaded, traits, base))
     assert policy is not None, "the engine does not bring its model"
     # A second epoch or a second node would show nothing new.
     once = config.train.model_copy(update={"epochs_per_step": 1})
@@ -67,8 +67,7 @@ def open_model(opened: Opened) -> tuple[Opened, Finding]:
         tokenizer: Any = templated_tokenizer(config.model, base)
         message = f"{name}: {where} in {describe_processes(config)}"
     else:
-        tokenizer, counts = weights.tokenizer, count_parameters(weights.model)
-        message = f"{name}: {counts.whole / 1e6:.1f}M parameters, {counts.trained / 1e6:.2f}M trained, {where}"
+        tokenizer, message = weights.tokenizer, f"{name}: {count_parameters(weights.model)}, {where}"
     opened = replace(opened, weights=weights, policy=policy, tokenizer=tokenizer, learner=learner)
     return opened, Finding("model", True, f"{message}{note}")
 

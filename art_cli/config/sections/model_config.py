@@ -53,6 +53,11 @@ class ModelConfig(Section):
     """A Jinja file that replaces the tokenizer's chat template. "builtin": ChatML with tools as in Qwen and Hermes, for
     ChatML models whose template has no tools."""
 
+    @property
+    def title(self) -> str:
+        """The base as the user wrote it. Example: "builtin:tiny"."""
+        return self.base.replace(f"{RECORDED}:", "builtin:")
+
     @field_validator("chat_template")
     @classmethod
     def _find_template(cls, path: Path | None) -> Path | None:
