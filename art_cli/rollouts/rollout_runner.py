@@ -5,7 +5,7 @@ failed rollout becomes a trajectory with `error` set. Only an error that would a
 Transport failures are retried. Reaching a limit on turns or context is not a failure, because it depends on the policy:
 the reward is the rollout's return value, or `limit_reward`. The same holds for an exception in the rollout's code that
 follows from a reply (`rollout.failures`): the trajectory has `failure` set instead of `error`.
-Progress is shown as a bar on a terminal, and otherwise as a log line every ten seconds.
+Progress is shown as a bar on a terminal, and otherwise as log lines at growing intervals.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from art_cli.runtime.threads import end
 log = logging.getLogger(__name__)
 
 REDRAW_S = 0.2
-LINE_S = 10.0  # interval of log lines without a terminal
+LINE_S, MAX_LINE_S = 10.0, 300.0  # first and longest interval of log lines without a terminal; each is doubled
 OnFinished = Callable[[Trajectory], Awaitable[None] | None]
 MAX_MOVES = 10  # how often an attempt whose machine is lost is played again besides `rollout.retries`
 BACKOFF_S = 0.5  # pause before the second try; doubled for each further one
@@ -88,15 +88,17 @@ class Progress:
         return self.reward_sum / self.num_rewards if self.num_rewards else None
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.sampled() / max(time.monotonic() - self.started, 1e-9)
+    def elapsed_s(self) -> float:
+        return max(time.monotonic() - self.started, 1e-9)
 
     def facts(self) -> str:
-        """Example: "reward 0.412 so far  2 failed  1,280 tok/s". Attempts that give up early end first."""
+        """Example: "reward 0.412 so far  2 failed  8,960 tokens, 128 tok/s". Attempts that give up early end first."""
         so_far = " so far" if self.done < self.total else ""
         reward = [] if self.mean_reward is None else [f"reward {self.mean_reward:.3f}{so_far}"]
         failed = [f"{self.failed} failed"] if self.failed else []
-        return "  ".join([*reward, *failed, f"{self.tokens_per_s:,.0f} tok/s"])
+        rate = self.sampled() / self.elapsed_s
+        tokens = f"{self.sampled():,} tokens, {rate:,.{0 if rate >= 10 else 1}f} tok/s"
+        return "  ".join([*reward, *failed, tokens])
 
 
 @contextlib.asynccontextmanager
@@ -118,9 +120,12 @@ async def _draw(progress: Progress, bar: Bar) -> None:
 
 
 async def _report(progress: Progress) -> None:
+    wait_s = LINE_S
     while True:
-        await asyncio.sleep(LINE_S)
-        log.info("%s: %d/%d rollouts  %s", progress.title, progress.done, progress.total, progress.facts())
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, MAX_LINE_S)
+        facts = f"{progress.done}/{progress.total} rollouts  {progress.facts()}"
+        log.info("%s: %s  after %.0f s", progress.title, facts, progress.elapsed_s)
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):

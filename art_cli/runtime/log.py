@@ -116,18 +116,11 @@ def shown_bar(title: str) -> Iterator[Bar | None]:
     if not can_draw():
         yield None
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, *times, console=Console(stderr=True), transient=True) as bar:
+    counts = progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn()
+    facts = progress.TextColumn("{task.fields[facts]}"), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+    with progress.Progress(*counts, *facts, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None, facts="")
         yield lambda done, total, facts="": bar.update(task, completed=done, total=total, facts=facts)

@@ -5,6 +5,7 @@ Functions run in this process where the property is not of a process: test_rollo
 
 import asyncio
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -713,7 +714,21 @@ def test_progress_counts_and_averages_what_did_not_fail() -> None:
     for index, (reward, error) in enumerate([(1.0, None), (0.0, None), (9.0, "turn_limit: x"), (None, None)]):
         counts.count(trajectory(index, reward, error))
     assert (counts.done, counts.failed, counts.mean_reward) == (4, 1, 0.5)
-    assert counts.facts() == "reward 0.500  1 failed  0 tok/s"
+    assert counts.facts() == "reward 0.500  1 failed  0 tokens, 0.0 tok/s"
+
+
+async def test_lines_of_a_slow_step_come_twice_as_late_each_and_show_what_moves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines are due after 0.02, 0.06, 0.14 and 0.30 s; without doubling they would be 17."""
+    monkeypatch.setattr(rollout_runner, "LINE_S", 0.02)
+    counts = Progress("check", 2, sampled=lambda: 7)
+    with caplog.at_level(logging.INFO, logger="art_cli"):
+        async with rollout_runner.shown(counts):
+            await asyncio.sleep(0.35)
+    lines = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(lines) <= 4
+    assert all(line.startswith("check: 0/2 rollouts  7 tokens, ") and line.endswith("  after 0 s") for line in lines)
 
 
 # --- the clients of a policy ------------------------------------------------------------------------------------------
