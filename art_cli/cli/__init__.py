@@ -27,6 +27,12 @@ NAMES = (
     *("import", "checkpoints", "environments", "scenarios", "doctor"),
 )
 
+EXAMPLES = {  # overrides in the help, if a command has no use for train.steps
+    **{"check": "model.base=builtin:tiny", "eval": "eval.scenarios=few.jsonl", "generate": "rollout.group_size=2"},
+    **{"judge": "judge.votes=3", "scenarios": "judge.budget_usd=2", "hunt": "rollout.max_turns=4"},
+    **{"sft": "sft.epochs=3", "reward": "reward.epochs=5", "gateway": "name=other"},
+}
+
 MODULES = {"import": "import_traces", "log": "export_log"}  # commands with other file names
 
 
@@ -60,7 +66,7 @@ def _at_hand(text: str, wants: "Wants") -> Path:
 
 
 Config = Annotated[Path, Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
-Overrides = Annotated[list[str] | None, Argument(metavar="KEY=VALUE", help="Overrides: train.steps=10, loss=dapo.")]
+Overrides = Annotated[list[str] | None, Argument(metavar="KEY=VALUE", help="Overrides")]
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Junit = Annotated[Path | None, Option("--junit", metavar="FILE", help="Also write the verdicts as JUnit XML.")]
 Markdown = Annotated[Path | None, Option("--markdown", metavar="FILE", help="Also write a summary for a pull request.")]
@@ -70,6 +76,7 @@ Checkpoint = Annotated[
     Option("--checkpoint", metavar="DIR", parser=policy, help="Checkpoint, RUN/step_4, run (its best), or base."),
 ]
 NewCheckpoint = Annotated[Path, Option("-o", "--output", metavar="DIR", help="The new checkpoint.", show_default=False)]
+Gates = Annotated[list[str] | None, Option("--gate", metavar="METRIC>=X", help="Exit 1 if missed (docs/eval.md).")]
 Best = Annotated[bool, Option("--best", help="Use a run's best evaluated checkpoint; fail if none was evaluated.")]
 Last = Annotated[bool, Option("--last", help="Use a run's newest checkpoint, not its best evaluated one.")]
 Base = Annotated[str | None, Option("--base", metavar="MODEL", help="The base model's new location.")]

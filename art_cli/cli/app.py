@@ -44,6 +44,9 @@ class LazyCommands(Mapping[str, Any]):
         single, module = typer.Typer(**PLAIN), import_module(f"art_cli.cli.{cli.MODULES.get(name, name)}")
         single.command(name, cls=getattr(module, "Command", None))(module.run)
         command = get_command(single)
+        for part in command.params:
+            if part.name == "overrides":
+                part.help += f": {cli.EXAMPLES.get(name, 'train.steps=10, loss=dapo')}"
         if any("docs/" in (getattr(part, "help", None) or "") for part in (command, *command.params)):
             command.epilog = f"\b\ndocs/ is {packaged('docs')}"
         return command
@@ -72,9 +75,12 @@ def main() -> NoReturn:
         with contextlib.suppress(OSError):  # an inherited stream may refuse
             sys.stdout.reconfigure(errors="replace")
     _raise_file_limit()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = run(sys.argv[1:])
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all work is done; Ctrl-C may end the clean-up
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, signal.SIG_DFL)  # all work is done; a signal may end the clean-up
     try:
         sys.stdout.flush()
     except OSError as error:  # the interpreter must not flush again at exit

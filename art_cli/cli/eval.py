@@ -8,7 +8,7 @@ import typer
 from typer import Option
 from typer.core import TyperCommand
 
-from art_cli.cli import Config, Json, Junit, Last, Link, Markdown, Overrides, policy, print_result, which_checkpoint
+from art_cli import cli
 from art_cli.runtime.errors import GateError, RolloutError, UsageError
 
 ORDER = "art.eval.order"  # key for the order of options
@@ -25,24 +25,21 @@ class Command(TyperCommand):
 
 def run(
     context: typer.Context,
-    config: Config,
-    overrides: Overrides = None,
+    config: cli.Config,
+    overrides: cli.Overrides = None,
     checkpoints: Annotated[
         list[Path] | None,
-        Option("--checkpoint", metavar="DIR", parser=policy, help="Checkpoint, run(s), or base; repeatable."),
+        Option("--checkpoint", metavar="DIR", parser=cli.policy, help="Checkpoint, run(s), or base; repeatable."),
     ] = None,
-    is_last: Last = False,
+    is_last: cli.Last = False,
     is_trusted: Annotated[bool, Option("--trust", help="Send your key to a prompt run's endpoint.")] = False,
     endpoints: Annotated[list[str] | None, Option("--endpoint", metavar="MODEL@URL", help="Repeatable.")] = None,
-    gates: Annotated[
-        list[str] | None,
-        Option("--gate", metavar="METRIC>=X", help="Exit 1 if the last policy misses it (docs/eval.md)."),
-    ] = None,
+    gates: cli.Gates = None,
     output: Annotated[Path | None, Option("-o", "--output", metavar="DIR", help="Keep the trajectories.")] = None,
-    junit: Junit = None,
-    markdown: Markdown = None,
-    link: Link = None,
-    as_json: Json = False,
+    junit: cli.Junit = None,
+    markdown: cli.Markdown = None,
+    link: cli.Link = None,
+    as_json: cli.Json = False,
 ) -> None:
     """Compare policies; gate on the result.
 
@@ -60,6 +57,7 @@ def run(
     from art_cli.cli import eval_comparison
     from art_cli.config.compose import load_config
     from art_cli.loop import evaluate
+    from art_cli.loop.interrupts import Interrupts
     from art_cli.loop.references import check_ready
     from art_cli.reports.pages import ci_files
     from art_cli.rollouts.scenario_files import RunScenarios
@@ -74,7 +72,7 @@ def run(
         loaded,
         checkpoints or [],
         endpoints or [],
-        which=which_checkpoint(False, is_last),
+        which=cli.which_checkpoint(False, is_last),
         is_trusted=is_trusted,
         order=context.meta[ORDER],
     )
@@ -89,7 +87,10 @@ def run(
         scenarios = RunScenarios(loaded.config, loaded.directory).evaluation_by_source
         files = eval_comparison.file_names({name: player.address for name, player in players.items()})
         paths = {name: directory / file for name, file in files.items()}
-        played = threads.run(eval_comparison.play(players, scenarios, paths, watch))
+        there = f"what is played is in {output}; the same command plays the rest"
+        interrupts = Interrupts(f"interrupted; {there if output else 'nothing is kept without -o DIR'}")
+        with interrupts.explained():
+            played = threads.run(eval_comparison.play(players, scenarios, paths, watch, interrupts))
     results = {
         name: evaluate.values_by_scenario(done) | evaluate.spent_by_scenario(done, players[name].price)
         for name, done in played.items()
@@ -100,11 +101,11 @@ def run(
     faults, digests = eval_comparison.find_failures(played), eval_comparison.digests(played)
     verdicts = [evaluate.check_policy(gate, results, last) for gate in parsed]
     whole = eval_comparison.as_object(rows, verdicts, digests=digests, faults=faults)
-    print_result(whole, eval_comparison.as_text(rows, gates=parsed), as_json)
+    cli.print_result(whole, eval_comparison.as_text(rows, gates=parsed), as_json)
     if junit is not None:
         write_file(junit, ci_files.junit("art eval", ci_files.eval_cases(whole), digests))
     if markdown is not None:
-        hidden = eval_comparison.hidden(parsed)
+        hidden = eval_comparison.hidden(parsed, rows)
         write_file(markdown, ci_files.eval_markdown(whole, hidden=hidden, link=link).encode())
     if faults:
         raise RolloutError(" | ".join(f"{name}: {fault}" for name, fault in faults.items()))

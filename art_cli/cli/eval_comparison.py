@@ -27,6 +27,7 @@ from art_cli.judges.costs import Price, find_price
 from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop import evaluate
 from art_cli.loop.decide import decide_engine
+from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.policy_sampler import SharedEngines, open_sampler
 from art_cli.loop.stage_policy import PolicySource, dtype_of, find_policy, open_policy
 from art_cli.runs.durable import read_object, write_file
@@ -220,7 +221,11 @@ def file_names(addresses: Mapping[str, str]) -> dict[str, str]:
 
 
 async def play(
-    players: Mapping[str, Player], scenarios: Mapping[str, Sequence[Json]], paths: Mapping[str, Path], watch: Watch
+    players: Mapping[str, Player],
+    scenarios: Mapping[str, Sequence[Json]],
+    paths: Mapping[str, Path],
+    watch: Watch,
+    interrupts: Interrupts,
 ) -> dict[str, list[Trajectory]]:
     """Returns each player's attempts, played one player after another."""
     played = dict[str, list[Trajectory]]()
@@ -228,7 +233,7 @@ async def play(
         for name, (loaded, source) in players.items():
             section, path = loaded.config.eval, paths[name]
             assert section is not None, "no eval section"
-            with open_policy(loaded, source) as policy:
+            with open_policy(loaded, source) as policy, interrupts.handled():
                 async with open_sampler(
                     loaded,
                     policy,
@@ -301,7 +306,7 @@ def digests(played: Mapping[str, Sequence[Trajectory]]) -> dict[str, str]:
 
 
 def compare(results: dict[str, Values]) -> list[MetricRow]:
-    """Returns a row per policy and metric: reward, failed, other metrics by name, costs."""
+    """Returns a row per policy and metric: reward, own metrics by name, failed, costs, counts."""
     first = next(iter(results.values()))
     rows = []
     for name, metrics in results.items():
@@ -314,9 +319,8 @@ def compare(results: dict[str, Values]) -> list[MetricRow]:
 
 
 def _place(metric: str) -> tuple[int, str]:
-    if metric in FIRST:
-        return FIRST.index(metric), metric
-    return len(FIRST) + (metric in evaluate.SPENT), metric
+    groups = ("reward",), ("failed",), evaluate.SPENT, DETAILS  # the agent's own metrics come after the reward
+    return next((2 * place for place, group in enumerate(groups) if metric in group), 1), metric
 
 
 def as_object(
@@ -339,14 +343,16 @@ def as_object(
 
 
 def as_text(rows: Sequence[MetricRow], *, gates: Sequence[evaluate.Gate] = ()) -> str:
-    """Returns a line per policy and metric, after a summary for many policies. Hides counts without --verbose."""
+    """Returns a line per policy and metric, after a summary for many policies. --verbose shows counts above 0."""
     is_many = len({row.policy for row in rows}) >= SUMMARY_FROM
-    table = _as_table([row for row in rows if row.metric not in hidden(gates)])
+    unseen = hidden(gates, rows)
+    table = _as_table([row for row in rows if row.metric not in unseen])
     return (_as_summary(rows) + "\n" if is_many else "") + table
 
 
-def hidden(gates: Sequence[evaluate.Gate]) -> Collection[str]:
-    return set() if is_verbose() else DETAILS - {evaluate.split_end(gate.metric, ())[0] for gate in gates}
+def hidden(gates: Sequence[evaluate.Gate], rows: Sequence[MetricRow]) -> Collection[str]:
+    shown = {row.metric for row in rows if row.value.mean and is_verbose()}
+    return DETAILS - shown - {evaluate.split_end(gate.metric, ())[0] for gate in gates}
 
 
 def _as_summary(rows: Sequence[MetricRow]) -> str:

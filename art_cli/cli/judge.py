@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from art_cli.cli import Json, Overrides, print_result
+from art_cli.cli import Gates, Json, Overrides, print_result
 from art_cli.runtime.errors import DataError, UsageError
 
 
@@ -28,9 +28,7 @@ def run(
     gold: Annotated[
         str | None, Option("--gold", metavar="KEY", help="Reference: metrics.win, returned_reward.")
     ] = None,
-    gates: Annotated[
-        list[str] | None, Option("--gate", metavar="BOUND", help="Exit 1 if the report misses it.")
-    ] = None,
+    gates: Gates = None,
     is_probe: Annotated[bool, Option("--probe", help="Test the judge with manipulated attempts.")] = False,
     num_groups: Annotated[int | None, Option("--groups", metavar="N", min=1, help="With --probe; default: 30.")] = None,
     html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write the report as a page.")] = None,

@@ -129,7 +129,7 @@ def judge_file(
         finally:
             await made.close()
 
-    with redirect_stdout(sys.stderr):  # stdout is for the summary; a user's judge may print
+    with interrupts.explained(), redirect_stdout(sys.stderr):  # stdout is for the summary; a user's judge may print
         return threads.run(judge())
 
 

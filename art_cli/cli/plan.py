@@ -31,7 +31,7 @@ def run(
 
     Plays and judges the run's first step, then tries pilot updates at five learning rates and reverts them. `art train`
     reuses the played step, so you pay nothing twice. With train.learning_rate: auto it also takes the best rate. `art
-    report` compares the plan with the run.
+    report` compares the plan with the run (docs/check.md).
 
     A line with "!" is a doubt with a cure: scenarios are too hard, too easy or duplicates; rewards are equal, noisy, or
     follow length; the answer is in the prompt; a limit is short; the temperature is 0; the judge has a position bias.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from art_cli.cli import Json, Overrides, print_result
+from art_cli.cli import Gates, Json, Overrides, print_result
 from art_cli.runtime.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def run(
         Path | None, Option("--present", metavar="FILE", help="Also measure on these scored attempts.")
     ] = None,
     num_next: Annotated[int, Option("--next", metavar="N", min=0, help="With --present: pairs to label next.")] = 0,
-    gates: Annotated[list[str] | None, Option("--gate", metavar="BOUND", help="Exit 1 below agreement>=0.9.")] = None,
+    gates: Gates = None,
     as_json: Json = False,
 ) -> None:
     """Train your own judge on rewards and labels.

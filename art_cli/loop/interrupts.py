@@ -48,6 +48,14 @@ class Interrupts:
             except asyncio.CancelledError:
                 raise Interrupted(self.message) from None
 
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turns KeyboardInterrupt, which code outside `handled` gets, into Interrupted."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise Interrupted(self.message) from None
+
     async def off_loop(self, function: Callable[..., Result], *arguments: Any, **settings: Any) -> Result:
         """Runs `function` in a thread and returns its result. Interrupts wait until it returns."""
         self._is_updating = True

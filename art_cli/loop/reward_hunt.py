@@ -190,6 +190,7 @@ def hunt(
 
     with (
         open_hunt(output, _digest(loaded, source, scenarios)) as found,
+        interrupts.explained(),
         open_policy(loaded, source) as policy,
         scratch("hunt") as logs,
     ):

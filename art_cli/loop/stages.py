@@ -13,6 +13,7 @@ from art_cli.judges.reliability import reliability_numbers, with_reliability
 from art_cli.judges.source_judges import make_judges, require_all_keys
 from art_cli.loop import stage_policy
 from art_cli.loop.decide import decide_engine
+from art_cli.loop.interrupts import Interrupts
 from art_cli.loop.owed_groups import group, owed, plan_places
 from art_cli.loop.policy_sampler import Sampler, open_sampler
 from art_cli.loop.record import follow
@@ -59,8 +60,9 @@ def generate(
     step = source.step if step is None else step
     own, _ = mix.places(step)
     plans = plan_places(own, step=step, group_size=loaded.config.rollout.group_size)
-    with stage_policy.open_policy(loaded, source) as policy:
-        return threads.run(_play(loaded, policy, source, output, plans))
+    interrupts = Interrupts(f"interrupted; what is played is in {output}; the same command plays the rest")
+    with interrupts.explained(), stage_policy.open_policy(loaded, source) as policy:
+        return threads.run(_play(loaded, policy, source, output, plans, interrupts))
 
 
 def choose_policy(
@@ -93,9 +95,10 @@ async def _play(
     source: stage_policy.PolicySource,
     output: Path,
     plans: Sequence[RolloutPlan],
+    interrupts: Interrupts,
 ) -> list[Trajectory]:
     model = own_model(loaded.config.engine, loaded.directory)
-    with LineWriter(output) as writer:
+    with interrupts.handled(), LineWriter(output) as writer:
         # read after locking the file, because another writer may have just finished
         played = list(read_lines(output, Trajectory))
 

@@ -29,13 +29,15 @@ def calling(act: Callable[[], object]) -> Iterator[None]:
     """
     loop = asyncio.get_running_loop()
     numbers = NUMBERS if threading.current_thread() is threading.main_thread() else ()
+    before = [signal.getsignal(number) for number in numbers]
     for number in numbers:
         loop.add_signal_handler(number, act)
     try:
         yield
     finally:
-        for number in numbers:
+        for number, handler in zip(numbers, before, strict=True):
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:

@@ -94,6 +94,18 @@ def test_every_command_has_an_example_in_its_help(art: Art) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "override"),
+    [
+        ("eval", "eval.scenarios=few.jsonl"),
+        ("generate", "rollout.group_size=2"),
+        ("train", "train.steps=10, loss=dapo"),
+    ],
+)
+def test_the_help_of_a_command_has_an_override_that_it_uses(art: Art, command: str, override: str) -> None:
+    assert f"Overrides: {override}\n" in art(command, "--help").out
+
+
 def test_art_alone_is_its_help(art: Art) -> None:
     assert art() == art("--help")
     assert all(f"\n  {command} " in art().out for command in COMMANDS)

@@ -6,6 +6,7 @@ pytest tests/cli/test_exit_codes.py -s | grep ': exit'      prints each command,
 import asyncio
 import json
 import shutil
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from art_cli.runs.trajectory import Trajectory
 from art_cli.runtime.errors import UsageError
 from tests.support.judges.judge_server import Conduct, serving
 from tests.support.paths import LETTERS
+from tests.support.processes import forked
+from tests.support.processes.waiting import until
 from tests.support.records.attempts import scored
 
 Art = Callable[..., tuple[int, str, str]]
@@ -98,6 +101,53 @@ def expect(code: int, err: str, sentence: str, command: str) -> None:
     last = err.splitlines()[-1] if err else ""
     SEEN.append(f"{command}: exit {code}: {last}")
     assert (code, last.startswith("error: "), sentence in last) == (1, True, True), err
+
+
+WAITS = """
+import asyncio, time
+from pathlib import Path
+def build(directory):
+    Path("waits").touch()
+    time.sleep(600)
+async def rollout(policy, scenario):
+    Path("waits").touch()
+    await asyncio.sleep(600)
+"""
+REST = "interrupted; what is played is in out; the same command plays the rest"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "entry"),
+    [
+        (signal.SIGTERM, "rollout.entry=waits.py:rollout"),
+        (signal.SIGINT, "rollout.entry=waits.py:rollout"),
+        (signal.SIGTERM, "model.base=waits.py:build"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "last"),
+    [
+        (["eval", "config.yaml", "--checkpoint", "base", "-o", "out"], REST),
+        (["eval", "config.yaml", "--checkpoint", "base"], "interrupted; nothing is kept without -o DIR"),
+        (["generate", "config.yaml", "-o", "out"], REST),
+        (["hunt", "config.yaml"], "interrupted: the hunt stopped early; with -o FILE the same command continues"),
+        (["train", "config.yaml"], "interrupted"),
+    ],
+)
+async def test_a_signal_while_loading_or_playing_ends_with_what_is_kept(
+    project: Path, command: list[str], last: str, entry: str, number: signal.Signals
+) -> None:
+    (project / "waits.py").write_text(WAITS)
+    process = forked.Forked([*command, entry], stdout=forked.PIPE, stderr=forked.PIPE)
+    try:
+        await until((project / "waits").exists, 120)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130 and err.splitlines()[-1].startswith(last), err
+        assert "Traceback" not in err
+    finally:
+        process.kill()
 
 
 @pytest.mark.slow

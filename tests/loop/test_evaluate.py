@@ -299,8 +299,11 @@ def test_counts_of_every_rollout_are_shown_to_those_who_ask(caplog: pytest.LogCa
     def shown(text: str) -> list[str]:
         return [line.split()[1] for line in text.splitlines()[1:]]
 
-    assert shown(as_text(rows)) == ["reward", "failed", "num_moves", "win", "seconds"]
+    assert shown(as_text(rows)) == ["reward", "num_moves", "win", "failed", "seconds"]
     assert shown(as_text(rows, gates=[Gate("num_turns", "<=", 4.0)])) == [
-        "reward", "failed", "num_moves", "num_turns", "win", "seconds"]  # fmt: skip
+        "reward", "num_moves", "win", "failed", "seconds", "num_turns"]  # fmt: skip
     with caplog.at_level(logging.DEBUG, logger="art_cli"):
-        assert len(shown(as_text(rows))) == len(rows)
+        assert shown(as_text(rows)) == ["reward", "num_moves", "win", "failed", "seconds", *sorted(DETAILS)]
+        still = compare({"mine": values | {"num_turns": {"a": 0.0}}})
+        assert shown(as_text(still)) == [row.metric for row in rows if row.metric != "num_turns"]
+        assert "num_turns" in shown(as_text(still, gates=[Gate("num_turns", "<=", 4.0)]))
