@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer import Option
 
-from art_cli.cli import (
-    ApiKey,
-    Best,
-    Checkpoint,
-    ClientKeyFile,
-    Config,
-    Drain,
-    Json,
-    Last,
-    MaxBody,
-    Overrides,
-    print_result,
-    which_checkpoint,
-)
+from art_cli import cli
 from art_cli.cli.serve import KEY_VARIABLE, warn_of_open_key
 from art_cli.runtime.errors import UsageError
 
@@ -46,21 +33,21 @@ MAX_ESCAPES = 1_000_000  # escapes per message; enough for a 10 MB tool result w
 
 def run(
     context: typer.Context,
-    config: Config,
-    overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
-    is_best: Best = False,
-    is_last: Last = False,
+    config: cli.Config,
+    overrides: cli.Overrides = None,
+    checkpoint: cli.Checkpoint = None,
+    is_best: cli.Best = False,
+    is_last: cli.Last = False,
     is_following: Annotated[
         bool, Option("--follow", help="Answer with what art improve promotes, and with its canary.")
     ] = False,
     host: Annotated[str | None, Option("--host", help="Default: 127.0.0.1; others need a key.")] = None,
     port: Annotated[int | None, Option("--port", min=0, max=65535, help="0: any free port. [default: 8000]")] = None,
-    api_key: ApiKey = None,
-    api_key_file: ClientKeyFile = None,
-    max_body_mib: MaxBody = 32.0,
-    drain_s: Drain = 30.0,
-    as_json: Json = False,
+    api_key: cli.ApiKey = None,
+    api_key_file: cli.ClientKeyFile = None,
+    max_body_mib: cli.MaxBody = 32.0,
+    drain_s: cli.Drain = 30.0,
+    as_json: cli.Json = False,
 ) -> None:
     """Record the model calls of agents in production.
 
@@ -89,7 +76,7 @@ def run(
     from art_cli.serving.gateway.journal import Journal
 
     warn_of_open_key(context)
-    which = which_checkpoint(is_best, is_last)
+    which = cli.which_checkpoint(is_best, is_last)
     loaded = load_gateway(config, overrides or [])
     keys = read_key_texts(api_key, api_key_file)
     clients = Clients(keys)
@@ -126,7 +113,7 @@ def run(
     kinds = "all token for token" if not text_only else f"{text_only} of them with calls that are text only"
     wrote = f"{totals.num_trajectories} trajectories in {totals.num_files} files, {kinds}"
     wrote = f"{wrote if totals.num_files else 'nothing'}: {loaded.trajectories}"
-    print_result(summary, f"{totals.num_calls} calls answered; wrote {wrote}", as_json)
+    cli.print_result(summary, f"{totals.num_calls} calls answered; wrote {wrote}", as_json)
 
 
 class _Made(NamedTuple):
@@ -241,7 +228,7 @@ def _greet(
         f"                    KEY:NAME makes all calls with it the conversation NAME\n\n"
         f"Ctrl-C ends it and writes the last file; art judge reads each file"
     )
-    print_result({"url": f"{root}/v1", "model": model, "directory": str(loaded.trajectories)}, text, as_json)
+    cli.print_result({"url": f"{root}/v1", "model": model, "directory": str(loaded.trajectories)}, text, as_json)
 
 
 def _known_secrets(keys: "Sequence[str]", endpoint: "Endpoint") -> "Secrets":

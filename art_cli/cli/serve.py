@@ -11,20 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 from typer import Argument, Option
 
-from art_cli.cli import (
-    ApiKey,
-    Base,
-    Best,
-    Drain,
-    Host,
-    Json,
-    Last,
-    MaxBody,
-    Port,
-    named_policy,
-    print_result,
-    which_checkpoint,
-)
+from art_cli import cli
 from art_cli.runtime.errors import UsageError, printable
 
 if TYPE_CHECKING:
@@ -48,10 +35,10 @@ def run(
         list[str],
         Argument(metavar="[NAME=]CHECKPOINT...", help="Checkpoint, run, adapter or base model.", show_default=False),
     ],
-    is_best: Best = False,
-    is_last: Last = False,
+    is_best: cli.Best = False,
+    is_last: cli.Last = False,
     is_following: Annotated[bool, Option("--follow", help="Switch to a run's new checkpoints.")] = False,
-    base: Base = None,
+    base: cli.Base = None,
     engine: Annotated[
         str, Option("--engine", metavar="NAME", help="auto, embedded or vllm; for a prompt also openai.")
     ] = "auto",
@@ -60,20 +47,20 @@ def run(
         bool, Option("--trust", help="Start programs and send your key to endpoints that the run's config.json names.")
     ] = False,
     dtype: Annotated[str | None, Option("--dtype", help="float32 or bfloat16; default: the run's.")] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_key: ApiKey = None,
+    host: cli.Host = "127.0.0.1",
+    port: cli.Port = 8000,
+    api_key: cli.ApiKey = None,
     api_key_file: Annotated[Path | None, Option("--api-key-file", metavar="FILE", help="A key per line.")] = None,
     concurrency: Annotated[int, Option("--concurrency", min=1, help="Limit on concurrent requests.")] = 256,
     queue: Annotated[int, Option("--queue", min=0, help="Limit on waiting requests; others get 429.")] = 1024,
-    max_body_mib: MaxBody = 32.0,
-    drain_s: Drain = 30.0,
+    max_body_mib: cli.MaxBody = 32.0,
+    drain_s: cli.Drain = 30.0,
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs"],
         Option("--logprobs-mode", help="Logprobs before or after temperature, as in vLLM."),
     ] = "raw_logprobs",
     logs_content: Annotated[bool, Option("--log-content", help="Log prompts and replies.")] = False,
-    as_json: Json = False,
+    as_json: cli.Json = False,
 ) -> None:
     """Put checkpoints behind an OpenAI-compatible API.
 
@@ -92,7 +79,7 @@ def run(
     from art_cli.serving.served_policies import Loader, Policies, ServedPolicy
 
     warn_of_open_key(context)
-    which = which_checkpoint(is_best, is_last)
+    which = cli.which_checkpoint(is_best, is_last)
     if is_following and any("://" in text for text in checkpoints):
         raise UsageError("--follow: name a run's directory on this machine; an object store is read once")
     keys = Keys(read_key_texts(api_key, api_key_file))
@@ -138,7 +125,7 @@ def _find_sources(
     if base is not None:
         base = find_base(base, directory=Path.cwd(), built=directory / "base", named="--base")
     bases = directory / "bases"
-    sources = [find_source(named_policy(text), which=which, base=base, dtype=dtype, built=bases) for text in texts]
+    sources = [find_source(cli.named_policy(text), which=which, base=base, dtype=dtype, built=bases) for text in texts]
     for source in (each for each in sources if not each.is_hosted):
         require_base(source.base, source.named)
     return sources
@@ -233,4 +220,4 @@ def _greet(root: str, sources: "Sequence[Source]", key: Key | None, as_json: boo
         f"curl {root}/v1/chat/completions -H 'Content-Type: application/json' {header}-d {body}\n\n"
         f"python -c {shlex.quote(program)}"
     )
-    print_result({"url": f"{root}/v1", "models": models}, text, as_json)
+    cli.print_result({"url": f"{root}/v1", "models": models}, text, as_json)
