@@ -43,7 +43,7 @@ class LazyCommands(Mapping[str, Any]):
             raise KeyError(name)
         single, module = typer.Typer(**PLAIN), import_module(f"art_cli.cli.{cli.MODULES.get(name, name)}")
         single.command(name, cls=getattr(module, "Command", None))(module.run)
-        command = get_command(single)
+        command: Any = get_command(single)
         for part in command.params:
             if part.name == "overrides":
                 part.help += f": {cli.EXAMPLES.get(name, 'train.steps=10, loss=dapo')}"
