@@ -75,7 +75,7 @@ class _DeltaJson(msgspec.Struct):
 
 class _EventJson(msgspec.Struct):
     type: str = ""
-    index: int | None = None  # None: the newest block
+    index: int | None = None  # None for the newest block
     message: _MessageJson | None = None
     content_block: _BlockJson | None = None
     delta: _DeltaJson | None = None

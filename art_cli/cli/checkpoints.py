@@ -63,7 +63,7 @@ def run(
         made = run_checkpoints.import_start(adapter, run, base=find)
         print_result({"checkpoint": str(made.path)}, f"{made.path}: step 0, from {adapter}", as_json)
     elif fork is not None:
-        new = run.resolve().parent / fork if Path(fork).name == fork else Path(fork)  # a bare name is beside the run
+        new = run.resolve().parent / fork if Path(fork).name == fork else Path(fork)  # a bare name is next to the run
         made = run_checkpoints.fork(RunDir(run), new, step=step)
         assert made.run is not None, made
         place = made.run.root

@@ -120,7 +120,7 @@ class _Made(NamedTuple):
     engine: "Engine | ServedRun"
     checkpoint: Path | None
     step: int
-    policy: "Weights | PolicySpec | None"  # None: the endpoint's model
+    policy: "Weights | PolicySpec | None"  # None for the endpoint's model
 
 
 @contextlib.contextmanager

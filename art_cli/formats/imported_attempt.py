@@ -181,9 +181,9 @@ def plain_message(message: Any) -> Json:
 
 
 def with_system(messages: list[Any], system: Any) -> list[Any]:
-    """Returns the messages after the system prompt that Anthropic's and Bedrock's rows keep beside them, if any.
+    """Returns the messages after the system prompt that Anthropic's and Bedrock's rows keep next to them, if any.
 
-    Messages with a system prompt of their own stay as they are.
+    Messages that have a system prompt stay as they are.
     """
     has_one = any(isinstance(each, dict) and each.get("role") in ("system", "developer") for each in messages)
     if has_one or not system or not isinstance(system, str | list):

@@ -4,7 +4,7 @@ The expensive judge is asked in two cases:
 
     unsure   The group's doubt is among the largest share `unsure` of the doubts seen so far, and fewer than this share
              of the groups so far were asked for doubt. So later groups are never needed, and a policy whose groups
-             all become doubtful does not raise the cost. After a restart, both start anew.
+             all become doubtful does not raise the cost. After a restart, both start again.
     audit    A hash of the group's id draws it. The lot is independent of the doubt, so the pairs of these groups
              measure the agreement of both judges.
 
@@ -35,7 +35,7 @@ from art_cli.judges.shadow_judges import is_chosen, named_score
 from art_cli.runs.trajectory import ScoredTrajectory, Trajectory
 
 FIRST = "cascade.first"  # name of the cheap judge's score, which every trajectory has
-THEN = "cascade.then"  # name of the expensive judge's score if the judge gives none of its own
+THEN = "cascade.then"  # name of the expensive judge's score if the judge gives none
 MIN_PAIRS = 200  # newest audited pairs over which the agreement is measured: plus or minus 6 points at 0.8
 MIN_AGREEMENT = 0.8  # share of pairs in the same order below which the cheap judge has drifted
 

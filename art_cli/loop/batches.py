@@ -4,7 +4,7 @@
 
 A batch begins once it is allowed and the previous batch has started all its rollouts. Its early groups then fill the
 slots that the previous batch's slow rollouts leave free. The loop never allows a step more than `train.max_staleness`
-ahead of the sampling policy. Attempts of batches that nobody took stay on disk and are not played again.
+ahead of the sampling policy. Attempts of unused batches stay on disk and are not played again.
 
 A step plays its groups in waves, because groups without signal are refilled (DAPO, section 3.2):
 

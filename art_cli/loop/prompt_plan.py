@@ -41,7 +41,7 @@ def _is_of(key: str, sections: list[str]) -> bool:
 
 
 async def reflect(learner: PromptLearner, files: RunDir, num_groups: int) -> Reflected:
-    """Measures the cost of a search step besides its attempts. Raises LearnerError if the model is unreachable."""
+    """Measures the cost of a search step apart from its attempts. Raises LearnerError if the model is unreachable."""
     groups = list(group(first_groups(files.scored(0), num_groups)).values())
     metrics = await threads.call_in_thread(learner.step, groups)
     usage = learner.payer.usage

@@ -38,7 +38,7 @@ BASE = "base"  # user's word for the base model instead of a checkpoint
 class PolicySource(NamedTuple):
     """A policy's origin. Example: PolicySource(Path("runs/ttt/checkpoints/step_0040"), 40)."""
 
-    checkpoint: Path | None  # None: only the base model
+    checkpoint: Path | None  # None for the base model alone
     step: int
     run: Path | None = None  # run with the base; by default the checkpoint's run, or the configuration's run
     base: str | None = None  # base model directory named by the user; by default the run's base

@@ -60,7 +60,7 @@ def spec_of(weights: Weights) -> PolicySpec:
 
 
 def origin_of(policy: PolicySpec, base: str) -> Origin:
-    """Returns the policy's identity besides its checkpoint. `base` is the base's digest."""
+    """Returns the policy's identity apart from its checkpoint. `base` is the base's digest."""
     template = "" if policy.chat_template is None else hashlib.sha256(policy.chat_template.encode()).hexdigest()
     return Origin(base=base, template=template, dtype=policy.dtype, quantize=policy.quantize or "")
 

@@ -20,11 +20,11 @@ LEAST_SHARE = 0.3
 BESIDE_SHARE = 0.45  # on a GPU whose learner works concurrently, if its steps' memory is unknown
 CONTEXT = 0.5 * GIB  # CUDA's kernels and stack, per process and GPU (an estimate)
 RESERVE = 1.0 * GIB  # for growth after vLLM has taken its share: NCCL, fragments (an estimate)
-# vLLM's needs besides weights, adapters, keys and values: activations for a batch of 8,192 prompt tokens, logits for
+# vLLM's needs apart from weights, adapters, keys and values: activations for a batch of 8,192 prompt tokens, logits for
 # all sequences, CUDA graphs (an estimate). ASLEEP remains on the GPU during sleep.
 ENGINE_WORK, ASLEEP = 2.0 * GIB, 1.5 * GIB
 LOGITS = 1.5 * GIB  # a chunk of 2^27 logits in float32, with softmax and gradient (learners/packs/logprobs.py)
-MOVED = 8  # layer widths held during a backward pass, besides kept activations: gradients and products
+MOVED = 8  # layer widths held during a backward pass, apart from kept activations: gradients and products
 FOUR_BITS = 0.516  # bytes per weight in NF4 with double quantization: 4.127 bits (Dettmers et al. 2023, section 3)
 ADAPTERS = 2  # vLLM's adapter slots (engines/vllm/arguments.py MAX_LORAS)
 
@@ -169,7 +169,7 @@ def run_memory(
 
 
 def training_bytes(element: float, *, is_offloaded: bool) -> float:
-    """Returns the bytes of GPU memory per trained weight of `element` bytes, besides the weight.
+    """Returns the bytes of GPU memory per trained weight of `element` bytes, apart from the weight.
 
     These are the gradient, AdamW's two moments and the weight before the newest update (`train.max_kl`). A weight below
     float32 also has a float32 copy with its gradient (learners/optimizer.py).

@@ -148,7 +148,7 @@ class FunctionRollout:
         return self._read(value)
 
     async def _watch(self) -> None:
-        """Measures how long attempts run, and how long the loop stands still without computing."""
+        """Measures how long attempts run, and how long the loop waits without computing."""
         while self._num_playing:
             begin, worked = time.monotonic(), _worked_s()
             await asyncio.sleep(TICK_S)

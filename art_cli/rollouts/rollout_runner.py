@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 REDRAW_S = 0.2
 LINE_S, MAX_LINE_S = 10.0, 300.0  # first and longest interval of log lines without a terminal; each is doubled
 OnFinished = Callable[[Trajectory], Awaitable[None] | None]
-MAX_MOVES = 10  # how often an attempt whose machine is lost is played again besides `rollout.retries`
+MAX_MOVES = 10  # how often an attempt whose machine is lost is played again in addition to `rollout.retries`
 BACKOFF_S = 0.5  # pause before the second try; doubled for each further one
 NUM_ALIKE = 16  # the agent is broken when this many first rollouts all fail in the same way
 # Errors that are the user's fault even after a limit: an invalid return value or a timeout.

@@ -1,4 +1,4 @@
-"""Feedback on served conversations: `feedback.jsonl` beside the trajectories, a line per entry.
+"""Feedback on served conversations: `feedback.jsonl` next to the trajectories, a line per entry.
 
 `art gateway` appends the lines (serving/gateway/feedback_service.py). `latest` joins them with trajectories. A later
 entry for the same target and metric replaces an earlier one, and an entry without a value withdraws it.

@@ -30,7 +30,7 @@ HASHING_THREADS = 4  # each thread hashes 1.7 GB/s, so a 4 GB base model takes 0
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy's parts beside its checkpoint. Origin(base="9f3c...", template="51e0...", dtype="float32")"""
+    """The policy's parts outside its checkpoint. Origin(base="9f3c...", template="51e0...", dtype="float32")"""
 
     base: str  # digest of the base model
     template: str = ""  # sha256 of the chat template; "" when the model has no template

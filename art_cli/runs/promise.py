@@ -72,7 +72,7 @@ class Reflected(msgspec.Struct, frozen=True):
     calls: int  # greater than 1 when an answer was unusable
     seconds: float
     tokens: int
-    usd: float | None  # None: unknown price
+    usd: float | None  # None if the price is unknown
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     num_attempts: int
     sampling_s: float
     judging_s: float  # seconds after the last attempt
-    training_s: float | None = None  # None: no pilot ran
+    training_s: float | None = None  # None if no pilot ran
     rest_s: float = 0.0  # saving a checkpoint and loading it into the engine
     start_s: float = 0.0  # loading libraries and model, once per process
     # extra startup time before any call, while the agent loads its libraries; not part of sampling_s
@@ -97,7 +97,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     reward_best: float | None = None  # each group's best reward, averaged over groups
     facts: dict[str, str] = {}  # text lines about the rewards, by name
     pilots: list[Pilot] = []
-    obstacle: str = ""  # reason why no pilot ran, including that nobody asked for one
+    obstacle: str = ""  # reason why no pilot ran, such as that none was asked for
     verdicts: int = 1  # judge verdicts per group
     noise_scale: NoiseScale | None = None
     memory: MemoryNeed | None = None

@@ -80,7 +80,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     attempts: int = 0  # number of attempts in eval.jsonl; 0 in older files
 
 
-Whole = TypeVar("Whole", Evaluation, Promise)  # records with a file of their own
+Whole = TypeVar("Whole", Evaluation, Promise)  # records with their own file
 NAMES = {Evaluation: "an evaluation", Promise: "a promise of art plan"}
 
 

@@ -224,7 +224,7 @@ class ScoredTrajectory(Trajectory, kw_only=True):
 
     reward: float | None = None
     scores: list[Score] = []
-    noise: RewardNoise | None = None  # None: the judge's errors are unknown
+    noise: RewardNoise | None = None  # None if the judge's errors are unknown
     shadow: list[Score] = []  # scores from shadow judges, by judge name; never trained on
     # The group's reliability among all groups of its step. Not saved, because judges/reliability.py needs the whole
     # step to compute it. UNSET if the judge's errors are unknown or the group's rewards are equal.
@@ -252,8 +252,8 @@ class LearnedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     advantages: list[PerToken] = []  # weights in the policy component of the loss; None for tokens outside it
     # learner logprobs in nats under softmax(logits / temperature); None for untrained tokens
     logprobs: list[PerToken] = []
-    reference: list[PerToken] | None = None  # logprobs under the reference policy; None: no loss.kl
-    importance: list[PerToken] | None = None  # weights from loss.off_policy; None: off
+    reference: list[PerToken] | None = None  # logprobs under the reference policy; None without loss.kl
+    importance: list[PerToken] | None = None  # weights from loss.off_policy; None without it
     loss: float = 0.0  # contribution of these tokens to their optimizer step's loss
     # Number of sampled tokens that do not affect the policy, by reason. off_policy: dropped by loss.off_policy;
     # abandoned: the rollout never saw them; no_advantage: no advantage from the algorithm.

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 BOUNDS: dict[str, float] = {"float32": 1e-4, "bfloat16": 5e-1}
 MAX_PROMPTS = 32
 MAX_TOKENS = 1024  # maximum scored tokens per prompt
-WORK = 3 * GIB  # GPU memory besides weights: logits of MAX_TOKENS tokens, a merged matrix, CUDA's kernels (an estimate)
+WORK = 3 * GIB  # GPU memory apart from weights: logits of MAX_TOKENS tokens, a merged matrix, kernels (an estimate)
 
 
 def model_card(source: Source, *, evaluation: Mapping[str, float], checks: Mapping[str, object]) -> str:

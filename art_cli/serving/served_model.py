@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
     name: str  # model name in requests
     base: str  # hub id or directory; full checkpoints name themselves
-    adapter: Path | None  # adapter on the base; None: only the base
+    adapter: Path | None  # adapter on the base; None for the base alone
     step: int
     dtype: str  # dtype of the base: "auto", "float32", "bfloat16"
     max_length: int | None  # prompt and reply tokens; None: the base model's context

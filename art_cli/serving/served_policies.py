@@ -79,7 +79,7 @@ class Loader:
 
     config: EngineConfig
     logs: Path  # log directory for separate engine processes
-    num_policies: int = 1  # served at the same time, besides checkpoint changes
+    num_policies: int = 1  # served at the same time, apart from checkpoint changes
     _bases: dict[tuple[str, str, int | None, str | None], Weights] = field(default_factory=dict)
     _engines: weakref.WeakSet[Engine] = field(default_factory=weakref.WeakSet)
 

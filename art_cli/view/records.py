@@ -46,7 +46,7 @@ def learned_numbers(path: Path, trajectory: str, *, within: Path | None) -> Json
 
 
 def feedback_on(path: Path, trajectory: str, *, within: Path | None) -> list[Json]:
-    """Returns the feedback that counts for a trajectory, from the feedback.jsonl beside its file."""
+    """Returns the feedback that counts for a trajectory, from the feedback.jsonl next to its file."""
     file = path.with_name(FEEDBACK_FILE)
     try:
         entries = _feedback(file, file.stat().st_size, within).get(trajectory, [])

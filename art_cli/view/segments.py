@@ -139,7 +139,7 @@ class _Place(NamedTuple):
 
 
 class _Budget:
-    """Limits the number of decoded tokens besides each turn's new tokens, which are always decoded."""
+    """Limits the number of decoded tokens in addition to each turn's new tokens, which are always decoded."""
 
     def __init__(self, num: int) -> None:
         self._num = num

@@ -25,7 +25,7 @@ KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_
 
 
 class TextPart(msgspec.Struct):
-    """A piece of text, whatever its type calls it."""
+    """A piece of text of any type."""
 
     type: str
     text: str = ""

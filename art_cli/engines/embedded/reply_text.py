@@ -33,7 +33,7 @@ from art_cli.chat.requests import RENDERERS_OWN, Json
 _ALIASED = getattr(compiling, "_alias_reasoning_fields", list)  # transformers 5.17 passes messages unchanged
 
 MAX_KEPT = 16 * 2**20  # bytes of all cached parts
-PART_BYTES = 400  # memory per cached part besides its characters and tokens: 340 measured
+PART_BYTES = 400  # memory per cached part in addition to its characters and tokens: 340 measured
 MAX_NEW = 64  # new parts tokenized one by one; a text with more is tokenized whole
 MAX_PART = 2**16  # characters of the longest cached part
 # Tokenizer steps that treat every part separately. Others, such as Metaspace, may treat a text's beginning differently.

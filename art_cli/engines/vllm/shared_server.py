@@ -1,4 +1,4 @@
-"""SharedServer: a vLLM server, and the engines that sample from it, each from adapters of its own.
+"""SharedServer: a vLLM server, and the engines that sample from it, each from its own adapters.
 
 The first engine starts the server and the last engine stops it. A server that dies is started once more, and the
 engines load their adapters again. If the second server also dies, all engines fail.
@@ -162,7 +162,7 @@ class SharedServer:
         for member in list(self._members):
             try:
                 await member.attach()
-            except Exception as error:  # the boundary to an engine's files: other engines go on
+            except Exception as error:  # the boundary to an engine's files: other engines continue
                 member.fail(_message(error))
         log.warning("vllm: the server answers again")
 

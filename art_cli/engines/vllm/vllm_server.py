@@ -155,7 +155,7 @@ class OwnServer:
     async def start(self) -> None:
         """Returns when the server answers. Raises EngineError with the end of the log if it died or stayed silent."""
         if not HUB_VARIABLES & self._config.env.keys():
-            with contextlib.suppress(UsageError):  # the server reports an error of its own
+            with contextlib.suppress(UsageError):  # the server reports its own error
                 await threads.call_in_thread(find_files, self._model.base)  # engine.start_timeout_s excludes downloads
         if self.has_gpu and arguments.own_share(self._config) is None:
             self._share = await asyncio.to_thread(self._free_share)

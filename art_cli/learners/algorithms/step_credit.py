@@ -31,7 +31,7 @@ class Step(NamedTuple):
     returned: float  # R_t, the discounted sum of rewards from step t on
 
 
-Episode = Sequence[Step | None]  # one entry per turn; None: the rollout never saw the reply
+Episode = Sequence[Step | None]  # one entry per turn; None if the rollout never saw the reply
 
 
 def episodes_of(group: Sequence[ScoredTrajectory], *, gamma: float) -> list[Episode]:
@@ -66,7 +66,7 @@ def count_shared(group: Sequence[Trajectory]) -> tuple[int, int]:
 
 
 def states_of(trajectory: Trajectory) -> list[State | None]:
-    """Returns [turns] the state before each turn's reply; None: the rollout never saw the reply."""
+    """Returns [turns] the state before each turn's reply; None if the rollout never saw the reply."""
     turns = trajectory.turns
     prompts, continued = _prompts(turns)
     return [

@@ -84,7 +84,7 @@ class SegmentBatch(NamedTuple):
     """N rows with at most Q queries and K keys."""
 
     queries: Tensor  # [N * Q] pack positions; rows are padded with their last query
-    keys: Tensor  # [N * K] pack positions, padded likewise
+    keys: Tensor  # [N * K] pack positions, padded too
     is_query: Tensor  # [N * Q] bool: not padding
     own: Tensor  # [tokens] pack positions of the non-padding queries
     # [N, 1, Q, M] float32 for the last M keys: 0 where the query sees the key, else -inf. Earlier keys are visible to
@@ -319,7 +319,7 @@ class Tree:
     rows: Tensor  # predicting positions plus padding, ascending; a layer may compute its output for these only
     flex: FlexAttention | None = None  # the GPU's attention; None on other devices
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # dense masks by window, shared by all layers
-    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # block masks by window, shared likewise
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)  # block masks by window, shared too
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device, flex: FlexAttention | None = None) -> "Tree":

@@ -145,7 +145,7 @@ class JoinedNode:
     """Answers the first node. Its public methods receive network data."""
 
     def __init__(self, job: Job, setup: NodeSetup, *, files: Path, logs: Path) -> None:
-        # reason why the learner ended; "": it was closed; None: nothing received yet
+        # reason why the learner ended; "": it was closed; None before anything is received
         self.end: str | None = None
         self._job, self._setup, self._files, self._logs = job, setup, files, logs
         self._workers: Workers | None = None

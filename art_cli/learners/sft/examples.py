@@ -212,7 +212,7 @@ def best_attempts(path: Path, num: int, *, min_reward: float | None = None) -> l
 
     An attempt needs a reward of at least `min_reward`. Without `min_reward` it must beat the group's worst attempt, so
     a group with equal rewards gives no examples. Ties go to the lower index. Attempts with an error or without sampled
-    tokens are dropped. An attempt with an edited reply in the feedback beside the file (runs/feedback.py) gives the
+    tokens are dropped. An attempt with an edited reply in the feedback next to the file (runs/feedback.py) gives the
     edited reply instead of itself. Raises DataError if the file, rewards or tokens are missing.
     """
     if not path.exists():

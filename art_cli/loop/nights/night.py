@@ -355,7 +355,7 @@ def _end_if_stale(night: Night, served: Served | None) -> None:
 
 
 async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
-    """Trains in a run of its own. Training begins anew if the configuration has changed since a kill or a failure."""
+    """Trains in a separate run. Training starts again if the configuration has changed since a kill or a failure."""
     config, directory = _section(loaded), nights.path(night.number)
     start = nights.run / (night.start or night.baseline)
     run, first = RunDir(directory / "run"), read_manifest(start).step

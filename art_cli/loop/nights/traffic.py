@@ -22,7 +22,7 @@ from art_cli.runtime.errors import DataError, describe
 log = logging.getLogger(__name__)
 
 Convert = Callable[[Json, list[Json]], Json | None]
-# trajectories-20261130-090000.jsonl, and not the file that `art judge` writes beside it
+# trajectories-20261130-090000.jsonl, and not the file that `art judge` writes next to it
 PATTERN, JOURNALS = f"trajectories-{'[0-9]' * 8}-{'[0-9]' * 6}.jsonl", "calls-*.jsonl"
 READ_MORE = 4  # conversations are read up to this multiple of `max_scenarios`, because many give the same scenario
 INSTRUCTIONS = ("system", "developer")  # roles

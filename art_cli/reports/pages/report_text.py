@@ -13,7 +13,7 @@ from art_cli.config.sections.engine_config import HOSTED
 
 Report = Mapping[str, Any]
 
-MAX_METRICS = 4  # number of metrics, besides the reward, that fit in the table
+MAX_METRICS = 4  # number of metrics, in addition to the reward, that fit in the table
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # characters of a plot
 MAX_ROWS = 12  # number of listed evaluations

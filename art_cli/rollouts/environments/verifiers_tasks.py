@@ -68,7 +68,7 @@ class Verifiers:
 
     def open(self, name: str, settings: Settings) -> "VerifiersEnvironment":
         _check_version()
-        if settings.directory not in sys.path:  # tasksets beside the configuration, also for their tool servers
+        if settings.directory not in sys.path:  # tasksets next to the configuration, also for their tool servers
             sys.path.append(settings.directory)
             path = filter(None, [os.environ.get("PYTHONPATH"), settings.directory])
             os.environ["PYTHONPATH"] = os.pathsep.join(path)

@@ -3,7 +3,7 @@
     files needed for resuming -> newest checkpoint (manifest last) -> older checkpoints -> other files
 
 A checkpoint exists once its manifest is uploaded, and is valid if all hashes match. A machine that dies in the middle
-of an upload leaves complete checkpoints and some stray files that nobody reads.
+of an upload leaves complete checkpoints and some stray files that are never read.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 ChildProcess (child.py) starts this as a separate process. It imports nothing from this package, so it starts in 10 ms.
 
     CONTROL  a socket pair's end; only the owner has the peer end. The program's process id is written to it
-    KEEP     a descriptor for the program besides standard input, output and error; -1: none
+    KEEP     a descriptor for the program in addition to standard input, output and error; -1: none
     GRACE_S  seconds between SIGTERM and SIGKILL; 0: SIGKILL immediately
     exit     with the program's exit status or signal
 

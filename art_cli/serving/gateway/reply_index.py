@@ -1,4 +1,4 @@
-"""ReplyIndex: finds the conversation of a client's reply, days later. A SQLite file beside the trajectories.
+"""ReplyIndex: finds the conversation of a client's reply, days later. A SQLite file next to the trajectories.
 
 The journal adds its ids before it is removed. Until then it finds them in memory.
 """

@@ -47,7 +47,7 @@ class ServedRun:
 
     def __init__(self, run: RunDir, loader: Loader, *, name: str) -> None:
         self._run, self._loader, self._name = run, loader, name
-        # base and context of the first adapter, so that nights with a base of their own share its memory
+        # base and context of the first adapter, so that nights with another base share its memory
         self._first: Source | None = None
         self._served: Served | None = None  # as followed so far
         self._promoted: _Arm

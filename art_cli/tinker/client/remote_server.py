@@ -53,8 +53,8 @@ class SupportedModel(msgspec.Struct):
     """A server's base model. Only `art backend` sends the last two fields."""
 
     model_name: str
-    max_context_length: int | None = None  # prompt and reply tokens together; None: not reported
-    loss_fn_inputs: list[str] = []  # optional inputs of a datum besides the loss inputs (tinker/server/passes.py)
+    max_context_length: int | None = None  # prompt and reply tokens together; None if not reported
+    loss_fn_inputs: list[str] = []  # optional inputs of a datum apart from the loss inputs (tinker/server/passes.py)
     is_lora: bool = True  # False: trains all weights, with a separate copy per client
 
 

@@ -42,5 +42,5 @@ class BackendLimits:
     data: int = 4096  # data per request
     body_bytes: int = 64 * 2**20
     session_s: float = 3600.0  # seconds without a heartbeat until a session's models are unloaded
-    quota_bytes: int | None = None  # maximum checkpoint bytes per client; None: unlimited
+    quota_bytes: int | None = None  # maximum checkpoint bytes per client; None if unlimited
     drain_s: float = 30.0  # maximum wait for running requests when the server stops

@@ -53,7 +53,7 @@ class Base:
         self._lora, self._learner, self._chat_template = lora, learner, chat_template
         self.vocabulary = weights.vocabulary
         self.max_length = weights.max_length
-        self.replicas: AdapterReplicas | None = None  # training processes; None: this process trains
+        self.replicas: AdapterReplicas | None = None  # training processes; None if this process trains
         self._probe: Probe | None = None
 
     def probe(self) -> Probe:

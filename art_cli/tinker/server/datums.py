@@ -41,7 +41,7 @@ _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 class TokenLoss(NamedTuple):
     values: Callable[[Tensor, Numbers, Tensor], Objective]  # (log p [N], numbers, datum of each term [N])
     needs: tuple[str, ...]  # required datum inputs
-    # settings with defaults; None: required. A datum may override them per token
+    # settings with defaults; None if required. A datum may override them per token
     takes: Mapping[str, float | None]
     may_bring: tuple[str, ...] = ()  # optional datum inputs
 
@@ -106,7 +106,7 @@ class Datum:
     inputs: Ints  # [n] token ids
     targets: Ints  # [n, K] token ids
     numbers: Mapping[str, Floats]  # [n, K] the loss inputs by name: weights, advantages, logprobs
-    rows: Ints | None = None  # [m] computed rows, ascending, at least one; None: all rows
+    rows: Ints | None = None  # [m] computed rows, ascending, at least one; None for all rows
 
     @property
     def computed(self) -> Ints:
