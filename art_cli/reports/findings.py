@@ -59,8 +59,8 @@ REFINE = (
 SLOWER = f"a smaller train.learning_rate, or {MORE_GROUPS}"
 EXPLORE = "a smaller train.learning_rate, train.max_kl, loss.kl above 0, or a higher rollout.sampling.temperature"
 UNSETTLE = (
-    "read such an attempt (art view): what earns a part of the reward without the rest should earn less; a warm-up on "
-    "attempts that earn all (art sft), a higher rollout.sampling.temperature, or loss.baseline=shrunk if it is not set"
+    "read such an attempt (art view): what earns a part of the reward without the rest should earn less, and each step "
+    "toward the rest something; a warm-up on attempts that earn all (art sft), or a higher rollout.sampling.temperature"
 )
 NOTHING_TO_LEARN = (
     "rollout.refill, scenarios neither solved nor hopeless (rollout.choose=adaptive), a larger rollout.group_size, "
