@@ -184,8 +184,8 @@ class Optimizer:
     def snapshot(self) -> "Snapshot":
         """Returns a copy of all state that an update changes, on the CPU."""
         return Snapshot(
-            {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters.items()},
-            {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors().items()},
+            {name: _copied_to_cpu(parameter.detach()) for name, parameter in self.parameters.items()},
+            {name: _copied_to_cpu(tensor) for name, tensor in self.tensors().items()},
             msgspec.structs.replace(self.counts),
         )
 
@@ -211,6 +211,10 @@ class Optimizer:
             self.counts = msgspec.json.decode((directory / COUNTS_FILE).read_bytes(), type=Counts)
         except Exception as error:
             raise CheckpointError(f"{directory}: optimizer state: {str(error).splitlines()[0]}") from error
+
+
+def _copied_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 def _is_low(parameter: Tensor) -> bool:

@@ -29,15 +29,16 @@ def calling(act: Callable[[], object]) -> Iterator[None]:
     """
     loop = asyncio.get_running_loop()
     numbers = NUMBERS if threading.current_thread() is threading.main_thread() else ()
-    before = [signal.getsignal(number) for number in numbers]
+    terminate = signal.getsignal(signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, act)
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number in numbers:
             loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+        if numbers:  # asyncio has left the system's handler, which ends the process without a word
+            signal.signal(signal.SIGTERM, terminate)
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:

@@ -23,7 +23,7 @@ WAITS = {
     "step/step_statistics.py:add item",  # sums for metrics
     "step/step_statistics.py:add_pack item",
     "step/step_statistics.py:logprob_gaps index by a mask",
-    "learners/torch_learner.py:score to the host",  # its result
+    "packs/logprob_reader.py:read_pack to the host",  # scores
     "step/training_record.py:_array to the host",
     "packs/logprobs.py:__init__ item",  # whether a temperature is not 1
     "step/gradient.py:divergence index by a mask",  # how far an update moved the policy
