@@ -83,9 +83,10 @@ def test_the_trial_update_is_as_long_as_the_attempts_were_and_not_as_the_context
     sampled = int(re.search(r"(\d+) sampled tokens", findings["rollout"]["message"])[1])  # type: ignore[index]
     assert sampled < tried < sampled + 80 and longest == context > tried
     begun = [line.partition(":")[0] for line in err.splitlines()]
-    assert [name for name in begun if name in ("model", "rollout", "tokens", "update")] == [
-        *("model", "rollout", "tokens", "update", "update")
+    assert [name for name in begun if name in ("rollout", "tokens", "update")] == [
+        *("rollout", "tokens", "update", "update")
     ]
+    assert sum(name.startswith("loading ") for name in begun) == 1
 
 
 @pytest.mark.parametrize("knee", [500.0, 4000.0, float("inf")])
