@@ -56,8 +56,8 @@ def load_weights(
     else:
         grow_segments(target)
     name = resolve_dtype(config, base, device=device, named=named).name
-    files = list(Path(base).glob("*.safetensors"))  # none for a model on the hub
-    size = f" ({sum(path.stat().st_size for path in files) / 1e9:.1f} GB)" if files else ""
+    num_bytes = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))  # 0 for a model on the hub
+    size = f" ({num_bytes / 1e9:.1f} GB)" if num_bytes >= 5e7 else ""
     log.info("loading %s%s", config.title if is_built(Path(base)) else base, size)
     with loading(base, named):
         dtype = getattr(torch, name)

@@ -203,7 +203,7 @@ def printable_lines(text: str) -> str:
 
 
 def _escape(found: "re.Match[str]") -> str:
-    return found[0].encode("unicode_escape").decode()
+    return ascii(found[0])[1:-1]  # without a codec, whose module a process without free file descriptors cannot import
 
 
 def no_such_option(group: str, name: object, there_are: Sequence[str]) -> str:
