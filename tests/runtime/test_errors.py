@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -65,3 +67,14 @@ def test_a_line_that_only_announces_the_next_one_is_returned_with_it() -> None:
     assert errors.one_line(ValueError(told)).endswith("for Model: size mismatch for a.weight: 4 and 16")
     assert errors.one_line(ValueError("first\nsecond")) == "first"
     assert errors.one_line(ValueError(":")) == ":" and errors.one_line(ValueError()) == "ValueError"
+
+
+def test_text_is_escaped_when_no_file_can_be_opened() -> None:
+    program = (
+        "import resource\n"
+        "from art_cli.runtime.errors import printable\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        r"print(printable('a\x1b[31m\n\udcff'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("a\\x1b[31m\\n\\udcff\n", "")
