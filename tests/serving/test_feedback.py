@@ -1,7 +1,9 @@
 """`POST /v1/feedback` on `art gateway`: what counts, for whom, how often, and that it is on the disk."""
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 import tracemalloc
 import uuid
 from pathlib import Path
@@ -21,7 +23,7 @@ from art_cli.serving.gateway.client_names import name_clients
 from art_cli.serving.gateway.entries import CapturedCall, JournalEntry
 from art_cli.serving.gateway.feedback_service import FeedbackLog, new_id
 from art_cli.serving.gateway.journal import Journal
-from art_cli.serving.gateway.reply_index import Answered, episode_keys
+from art_cli.serving.gateway.reply_index import Answered, ReplyIndex, episode_keys
 from tests.serving.test_capture import ANN, BOB, Standing, numbered, standing, written
 from tests.support.standins.scripted import ScriptedBackend
 from tests.view.serving import asking
@@ -268,6 +270,21 @@ async def test_a_key_that_takes_anothers_place_in_the_file_is_another_client(tmp
     (tmp_path / "clients.json").write_text('{"salt": 1}')
     with pytest.raises(DataError, match="not a list of clients"):
         name_clients(tmp_path, [ANN])
+
+
+async def test_an_index_of_an_earlier_version_is_brought_up_to_date_also_after_a_kill(tmp_path: Path) -> None:
+    for number, columns in enumerate(("", ", policy TEXT DEFAULT ''")):
+        path = tmp_path / f"{number}.sqlite"
+        with contextlib.closing(sqlite3.connect(path)) as old, old:
+            old.execute(
+                f"CREATE TABLE names (client TEXT, id TEXT, conversation TEXT{columns}, PRIMARY KEY (client, id))"
+            )
+            old.execute("INSERT INTO names (client, id, conversation) VALUES ('key 1', 'reply a', 'before')")
+        index = ReplyIndex(path)
+        index.add({("key 1", "reply b"): Answered("now", "9f3c", 5.0)})
+        assert index.find("key 1", "reply a") == Answered("before")
+        assert index.find("key 1", "reply b") == Answered("now", "9f3c", 5.0)
+        index.close()
 
 
 async def test_a_conversation_belongs_to_the_policy_that_answered_last_also_after_a_rotation(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ BUSY_S = 60.0
 _SCHEMA = """CREATE TABLE IF NOT EXISTS names
     (client TEXT, id TEXT, conversation TEXT, policy TEXT DEFAULT '', at REAL DEFAULT 0,
     PRIMARY KEY (client, id)) WITHOUT ROWID"""
+_NEWER = {"policy": "TEXT DEFAULT ''", "at": "REAL DEFAULT 0"}  # columns that files from before `art improve` lack
 
 
 def reply_key(reply: str) -> str:
@@ -49,6 +50,10 @@ class ReplyIndex:
         with self._failures():
             self._reader = self._connect()
             self._reader.execute(_SCHEMA)
+            there = [column[1] for column in self._reader.execute("PRAGMA table_info(names)")]
+            for name, kind in _NEWER.items():  # a kill may have come between two
+                if name not in there:
+                    self._reader.execute(f"ALTER TABLE names ADD COLUMN {name} {kind}")
 
     def add(self, names: Names) -> None:
         """Returns when the names are on disk. Raises OSError on failure."""
