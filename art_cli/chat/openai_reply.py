@@ -296,12 +296,15 @@ class _StreamedCalls:
         index, id = piece["index"], piece["id"]
         newest = self._calls[-1] if self._calls else None
         call = newest if index is None else self._by_index.get(index)
-        is_unnumbered = all(each["id"] != id for each in self._by_index.values())  # no piece with this id had an index
-        if id is not None and (index is None or (call is None and is_unnumbered)):
+        if id is not None and (index is None or (call is None and self._is_unnumbered(id))):
             call = self._by_id.get(id)
         if call is None or (id is not None and call["id"] not in (None, id)):
             return None
         return None if _is_second(piece, call) else call
+
+    def _is_unnumbered(self, id: str) -> bool:
+        """Returns True if no piece of the call with this id had an index so far."""
+        return all(call["id"] != id for call in self._by_index.values())
 
 
 def _is_second(piece: Json, call: Json) -> bool:

@@ -151,8 +151,9 @@ def _response(request: Request, created: int, status: str, output: list[Json], c
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": request.model,
         "output": output,
-        "usage": counts
-        and {
+        "usage": None
+        if counts is None
+        else {
             "input_tokens": counts[0],
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": counts[1],
