@@ -115,5 +115,5 @@ def check_sender(
         raise ChatError(403, f"a web page of another site may not ask here; {CURE}", code="foreign_origin")
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind not in kinds:
-        message = "a request is JSON and says so: send the header Content-Type: application/json"
+        message = "requests are JSON: send the header Content-Type: application/json"
         raise ChatError(415, message, code="unsupported_media_type")

@@ -167,7 +167,7 @@ def _load_base(loaded: "LoadedBackend", root: Path, named: str | None, rank: int
     lora = loaded.model.lora if "lora" in loaded.model.model_fields_set else None
     is_whole, template = loaded.model.lora is None, loaded.model.chat_template
     if is_whole:
-        log.info("model.lora is null: each client trains a copy of all weights, whatever rank it asks for")
+        log.info("model.lora is null: each client trains a copy of all weights, at any requested rank")
     return Base(weights, name=given, lora=lora, learner=learner, is_whole=is_whole, chat_template=template)
 
 

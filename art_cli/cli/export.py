@@ -80,7 +80,7 @@ def run(
 
 def _as_text(exported: "Exported", dtype: str, quantize: str | None, *, is_gguf: bool) -> str:
     path = shlex.quote(str(exported.path))
-    use = f"for llama.cpp; Ollama: cd {path} && ollama create NAME" if is_gguf else f"stands alone: art serve {path}"
+    use = f"for llama.cpp; Ollama: cd {path} && ollama create NAME" if is_gguf else f"whole model: art serve {path}"
     note = (
         f"  trained on the base in {quantize}, merged into the whole one, which gives other logprobs: "
         f"art eval measures the effect on rewards\n"

@@ -138,7 +138,7 @@ def _policy_engine(
     logs, directory, run = loaded.trajectories / "logs", loaded.directory, loaded.run
     if run is None or not engine_traits(loaded.engine, directory).can_train:
         if is_following:
-            raise UsageError("--follow: there is no run to follow; name a configuration with model and rollout")
+            raise UsageError("--follow: nothing to follow; name a configuration with model and rollout")
         if named := _named(checkpoint, which):
             raise UsageError(f"{named}: engine {loaded.engine.name!r} answers with its own model; leave one out")
         log_policy(loaded.name, "the engine's own model")

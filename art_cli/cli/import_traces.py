@@ -66,7 +66,7 @@ def _as_lines(output: Path, done: "Imported") -> list[str]:
     if done.num_other_temperatures:
         lines.append(
             f"{done.num_other_temperatures} attempts were sampled at another temperature than 1: their logprobs must "
-            "be those of that temperature (vLLM: --logprobs-mode processed_logprobs)"
+            "belong to that temperature (vLLM: --logprobs-mode processed_logprobs)"
         )
     missing = attempts - done.num_rewarded - done.num_failed
     cure = f"art judge, or --reward with one of {', '.join(sorted(done.scores))}" if done.scores else "art judge"

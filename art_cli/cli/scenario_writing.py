@@ -255,7 +255,7 @@ def write(
 ) -> Written:
     """Writes the file. Raises UsageError, Interrupted, and JudgeError without new tasks."""
     if kind != "mcp":
-        raise UsageError(f"{kind!r}: tasks are written for mcp; other environments have scenarios of their own")
+        raise UsageError(f"{kind!r}: tasks are written for mcp; other environments bring their scenarios")
     before = _tasks_before(output, is_more=is_more)
     chosen, model_directory = _choose_model(config, overrides, model)
     tools = _find_tools(place, config)

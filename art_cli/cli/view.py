@@ -69,7 +69,7 @@ def run(
     from art_cli.runtime import threads
 
     if not is_loopback(host):
-        log.warning("--host %s: everyone who reaches this address can read these files; there is no key", host)
+        log.warning("--host %s: everyone who reaches this address can read these files without a key", host)
     with contextlib.suppress(KeyboardInterrupt):
         threads.run(_serve(answers, host, port, endpoint, model, is_open=is_open))
 

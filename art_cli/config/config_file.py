@@ -99,7 +99,7 @@ def _decoded(data: bytes, path: Path) -> str:
 def _no_such_file(path: Path) -> str:
     """Example: "no such file; did you mean 'my/config.yaml'?"."""
     if not path.parent.is_dir():
-        return f"no such file; there is no directory {show(path.parent)}"
+        return f"no such file: the directory {show(path.parent)} does not exist"
     stems = {file.stem: file for file in sorted(path.parent.iterdir()) if file.suffix in (".yaml", ".yml")}
     near = get_close_matches(path.stem, list(stems), n=1)
     return "no such file" + "".join(f"; did you mean {show(stems[stem])!r}?" for stem in near)

@@ -92,7 +92,7 @@ def _why_no_shadow(name: str, config: RunConfig) -> str:
     shadow, _, kind = name.removeprefix(SHADOW).partition(".")
     if shadow not in config.shadow:
         there = ", ".join(f"'{SHADOW}{each}'" for each in config.shadow)
-        return f"there is no shadow judge {shadow!r}; there are: {there}" if there else "needs a shadow section"
+        return f"unknown shadow judge {shadow!r}; known: {there}" if there else "needs a shadow section"
     if kind and kind not in SHADOW_KINDS:
         return f"no such number; there are: {', '.join(f'{SHADOW}{shadow}.{each}' for each in SHADOW_KINDS)}"
     return ""

@@ -146,7 +146,7 @@ def judge(engine: Sequence[float], probe: Probe, references: Mapping[str, Twice]
         if change.is_wrong:
             wrong.append(text)
         elif not change.is_decided and mean_gap(before.plain, now.plain) <= 2 * bound.most:  # else the level decides
-            undecided.append(f"{text}, too little against rounding to tell the two apart")
+            undecided.append(f"{text}, which is within rounding")
     return WeightVerdict(gap, change, ", ".join(wrong), "; ".join(undecided))
 
 
@@ -179,7 +179,7 @@ class WeightProof:
             return None
         if manifest.origin.template != origin.template:
             raise CheckpointError(
-                f"step {manifest.step}: the chat template is not the one that it was trained with, so that it would "
+                f"step {manifest.step}: the chat template is not the one that it was trained with, and it would "
                 "read other prompts; restore the template of its base model or of its checkpoint"
             )
         score, tokens = getattr(engine, "score_replicas", None), manifest.probe.tokens

@@ -318,7 +318,7 @@ def probe_lines(report: ProbeReport) -> Lines:
         lines.append((f"  {name}", f"{number}{each.verdict}"))
     if not any(each.shift and abs(each.shift.value) > EQUAL_REWARDS for each in report.shifts.values()):
         spread = report.measures["spread"]
-        apart = f", though it tells attempts apart (spread {spread.value:.2g})" if spread and spread.value else ""
+        apart = f", though its scores differ (spread {spread.value:.2g})" if spread and spread.value else ""
         lines.append(("  nothing moved", f"no change moved a score{apart}: this judge reads none of what was changed"))
     lines += [(name.replace("_", " "), interval(each)) for name, each in report.measures.items()]
     return [*lines, ("cheapest part", ", ".join(report.cheapest))] if report.cheapest else lines

@@ -417,7 +417,7 @@ def _bias_words(bias: Measure) -> str:
     if bias.low <= 0 <= bias.high:
         return f"{number}: none beyond chance"
     if not bias.stands_out:
-        return f"{number}: {bias.num} groups are too few to tell it from chance"
+        return f"{number}: {bias.num} groups are too few to rule out chance"
     favoured, other = ("first", "last") if bias.value > 0 else ("last", "first")
     return f"{number}: the {favoured} place gets more than the {other}"
 

@@ -49,7 +49,7 @@ def obstacle() -> str | None:
         wanted, found = unmet
         return f"Unsloth {installed} needs {wanted}, and {found}: pip install '{wanted}'"
     if Version(installed) < Version(CPU_FLOOR) and not torch.cuda.is_available():
-        return f"Unsloth {installed} needs a GPU, and torch sees none: pip install 'unsloth>={CPU_FLOOR}'"
+        return f"Unsloth {installed} needs a GPU, and torch finds no GPU: pip install 'unsloth>={CPU_FLOOR}'"
     return None
 
 

@@ -182,7 +182,7 @@ def _warn_of_overlap(loaded: LoadedConfig, data: RunData) -> None:
     for name, part in data.by_source.items():
         if overlap := str(find_overlap(part.training, part.evaluation)):
             whose = f"rollout.sources.{name}: " if name else ""
-            log.warning("%s%s; eval.held_out splits one set so that none is", whose, overlap)
+            log.warning("%s%s; eval.held_out splits one set into two without overlap", whose, overlap)
 
 
 def _check_prices(loaded: LoadedConfig, payers: Sequence[Payer]) -> None:

@@ -64,7 +64,7 @@ def replay(run: RunDir, loaded: LoadedConfig, links: list[Link]) -> Iterator[Rep
         said = "; ".join(map(str, changes))
         raise UsageError(f"{run.config_path}: has other settings than {loaded.path}: {said}; use the run's settings")
     if '"train.' in json.dumps(read_record(run).changes):
-        raise UsageError(f"{run.config_path}: the run went on with other settings of train, and --replay has one set")
+        raise UsageError(f"{run.config_path}: train's settings changed during the run, and --replay knows one set")
     if loaded.config.learner.weights == "server":
         raise UsageError(f"{run.root}: its weights are on a server, which --replay cannot compare")
     data = RunData(loaded.config, loaded.directory)

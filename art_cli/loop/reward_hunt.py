@@ -170,7 +170,7 @@ def hunt(
     if loaded.config.rollout.sources:
         raise UsageError("rollout.sources: a hunt needs a single task; name a configuration with one of them")
     if loaded.config.judge.name == "none":
-        raise UsageError("judge: nothing scores the attempts, so there is no reward to hunt for")
+        raise UsageError("judge: nothing scores the attempts, so art hunt has no reward to hunt for")
     require_keys(loaded.config.judge, loaded.directory)
     loaded, source = choose_policy(loaded, checkpoint, which)
     scenarios = next_scenarios(loaded, source.step, num_scenarios)

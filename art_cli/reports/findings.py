@@ -483,7 +483,7 @@ def _lasting(history: History, *, is_comparable: bool) -> Iterator[RunFinding]:
     for span in _spans(updates, lambda window: _collapsed(first, window)) if is_comparable else ():
         text = (
             f"entropy fell from {_mean(first, 'entropy'):.2g} nats in steps {_span(first)} to "
-            f"{_mean(span, 'entropy'):.2g} in steps {_span(span)}, and the reward stood still"
+            f"{_mean(span, 'entropy'):.2g} in steps {_span(span)}, and the reward did not change"
         )
         yield RunFinding("entropy_collapse", *_ends(span), text + _reward(span), [], EXPLORE)
     for span in _spans(updates, _settled, width=SETTLED_STEPS) if is_comparable else ():
@@ -524,7 +524,7 @@ def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding
     if any(finding.kind in EXPLAINED and finding.step <= end and finding.until >= begin for finding in others):
         return
     share, change = _mean(span, "no_signal_share"), _mean(span, "logprob_change")
-    text = f"reward and entropy stood still in steps {_span(span)}{_reward(span)}: "
+    text = f"reward and entropy did not change in steps {_span(span)}{_reward(span)}: "
     if share >= SPREAD:
         text += f"the rewards of {share:.0%} of the groups have no spread"
         yield RunFinding("stuck", begin, end, text, [], NOTHING_TO_LEARN)

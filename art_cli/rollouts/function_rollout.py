@@ -120,7 +120,7 @@ class FunctionRollout:
             return f"; it blocks the event loop: {CURE}"
         if self._played_s < MIN_PLAYED_S or self._still_s < self._played_s / 2:
             return ""
-        return f"; its event loop stood still for {self._still_s:.1f} of {self._played_s:.1f} s: {CURE}"
+        return f"; its event loop was blocked for {self._still_s:.1f} of {self._played_s:.1f} s: {CURE}"
 
     async def close(self) -> None:
         if self._is_async:

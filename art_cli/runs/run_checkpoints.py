@@ -233,7 +233,7 @@ def base_of(found: Found) -> str:
     name: str = found.manifest.base if found.manifest is not None else ""
     name = name or str(_read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
     if not name:
-        raise CheckpointError(f"{found.path}: it does not say which base model it belongs to; give --base")
+        raise CheckpointError(f"{found.path}: it does not name its base model; give --base")
     beside = found.path / name
     for place in [beside] if name.startswith(".") else [beside, Path(name)]:  # "../../base" is always relative
         if place.is_dir():

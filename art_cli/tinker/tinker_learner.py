@@ -173,8 +173,8 @@ class TinkerLearner(Learner):
         self._learned: list[LearnedTrajectory] = []  # records of the last step, until written
         if lora is not None and "alpha" in lora.model_fields_set:
             log.warning(
-                "model.lora.alpha: the server sets the scale of an adapter, so that it has no effect here; "
-                "art backend CONFIG takes that of its file"
+                "model.lora.alpha: the server sets the scale of an adapter, so this key has no effect; "
+                "art backend CONFIG takes the value in its file"
             )
 
     def step(self, groups: Sequence[Sequence[ScoredTrajectory]], *, progress: Progress | None = None) -> StepMetrics:

@@ -409,7 +409,7 @@ def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(here: Path) -
     for path, line in {
         "my/confg.yaml": "my/confg.yaml: no such file; did you mean 'my/config.yaml'?",
         "my/config": "my/config: no such file; did you mean 'my/config.yaml'?",
-        "mi/config.yaml": "mi/config.yaml: no such file; there is no directory mi",
+        "mi/config.yaml": "mi/config.yaml: no such file: the directory mi does not exist",
         "my": "my: a directory; name the file in it, for example my/config.yaml",
     }.items():
         with pytest.raises(ConfigError) as caught:

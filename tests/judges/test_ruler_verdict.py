@@ -43,7 +43,7 @@ def test_an_answer_that_falls_short_is_refused_with_what_is_wrong(kind: str) -> 
     ("kind", "says"),
     [
         ("missing_id", "t3x is missing"),
-        ("extra_id", "there is no attempt 'zz9'"),
+        ("extra_id", "attempt 'zz9' does not exist"),
         ("duplicate", "k4b is scored twice"),
         ("seven", "the score of k4b is 7, not between 0 and 1"),
         ("nan", "the score of k4b is nan, not between 0 and 1"),

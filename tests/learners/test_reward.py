@@ -227,7 +227,7 @@ def test_a_file_without_a_whole_line_has_no_attempts(
 ) -> None:
     (tmp_path / "scored.jsonl").write_text(text)
     assert art("reward", tmp_path / "scored.jsonl", "-o", tmp_path / "own", "--base", base) == 1
-    assert f"{tmp_path / 'scored.jsonl'}: there are no attempts" in capsys.readouterr().err
+    assert f"{tmp_path / 'scored.jsonl'}: no attempts found" in capsys.readouterr().err
 
 
 def test_attempts_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) -> None:

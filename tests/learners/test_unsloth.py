@@ -78,7 +78,7 @@ def config(base: str) -> Callable[..., RunConfig]:
         (
             "2026.10.7",
             (),
-            "Unsloth 2026.10.7 needs a GPU, and torch sees none: pip install 'unsloth>=2026.10.9'",
+            "Unsloth 2026.10.7 needs a GPU, and torch finds no GPU: pip install 'unsloth>=2026.10.9'",
         ),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_run_that_is_stuck_at_a_low_reward_is_found() -> None:
     collapsed = found["entropy_collapse"]
     assert collapsed.step <= 9 and collapsed.until == 30 and "train.max_kl" in str(collapsed)
     assert re.fullmatch(
-        r"entropy fell from 0\.69 nats in steps 1 to 5 to 0\.1\d* in steps \d to 30, and the reward stood still, .*",
+        r"entropy fell from 0\.69 nats in steps 1 to 5 to 0\.1\d* in steps \d to 30, and the reward did not change, .*",
         collapsed.text,
     )
     apart = find(History(_updates(**STUCK), []), is_comparable=False)  # a judge that only compares within groups

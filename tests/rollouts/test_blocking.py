@@ -114,7 +114,7 @@ async def test_who_waits_without_await_is_told_so_on_a_quiet_and_on_a_busy_machi
     """`between` stands still for 0.6 of about 1.8 seconds, which is not most of the time."""
     with load(2 * (os.cpu_count() or 1) if is_busy else 0):
         said = await play_two(source, url)
-    assert ("its event loop stood still for " in said) == is_told
+    assert ("its event loop was blocked for " in said) == is_told
     assert said == "" or said.endswith(" s: await what waits, or make it a plain `def`")
 
 
@@ -166,4 +166,4 @@ def test_art_check_finds_a_blocking_client_in_an_async_rollout(
         (tmp_path / "scenarios.jsonl").write_text('{"id": "a"}\n')
         _, out, err = art("check", tmp_path / "config.yaml")
     assert "rollout    3 turns" in out, out + err
-    assert ("its event loop stood still for " in out) == is_found
+    assert ("its event loop was blocked for " in out) == is_found

@@ -125,7 +125,7 @@ def test_a_source_is_what_the_files_say(run: RunDir, tmp_path: Path) -> None:
     assert find_source("q=Qwen/Qwen3-0.6B").name == "q"
     plain = tmp_path / "plain"
     save_weights(tiny_weights(), plain)
-    with pytest.raises(CheckpointError, match="which base model it belongs to; give --base"):
+    with pytest.raises(CheckpointError, match="does not name its base model; give --base"):
         find_source(str(plain))
     assert find_source(str(plain), base=str(run.base)).adapter == plain
     (tmp_path / "a=b").mkdir()

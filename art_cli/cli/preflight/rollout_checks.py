@@ -185,7 +185,7 @@ def _sampling_note(played: Sequence[Trajectory]) -> str:
     if not turns:
         return ""
     if any(turn.temperature == 0.0 for turn in turns):
-        return "some calls set temperature 0: what they say is the same in every attempt; rollout.sampling.force=true"
+        return "some calls set temperature 0, so every attempt gets the same reply; rollout.sampling.force=true"
     first, *others = ([turn.sampled_ids for turn in trajectory.turns] for trajectory in played)
     if not others or any(other != first for other in others):
         return ""

@@ -205,7 +205,7 @@ def _held_to(request: Request) -> Json | None:
     if isinstance(request.tool_choice, dict):
         name = request.tool_choice["function"]["name"]
         if name not in schemas:
-            raise ChatError(400, f"tool_choice: there is no tool {name!r}", param="tool_choice")
+            raise ChatError(400, f"tool_choice: unknown tool {name!r}", param="tool_choice")
         schema: Json = {"type": "object", **schemas[name]}
     else:
         calls = [

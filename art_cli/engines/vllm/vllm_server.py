@@ -177,7 +177,7 @@ class OwnServer:
         elif not self.sleep_level:
             found = min(found, BESIDE_SHARE)
         if not found:  # vLLM's own error is about the number 0
-            raise EngineError("vllm: the GPU has no memory left beside the learner; nvidia-smi names who holds it")
+            raise EngineError("vllm: the learner and other processes fill the GPU's memory; nvidia-smi lists them")
         log.info("vllm: gpu-memory-utilization %.3f, of what is free on the GPU", found)
         return found
 

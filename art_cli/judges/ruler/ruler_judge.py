@@ -227,7 +227,7 @@ class Voter:
         if top is not None and self._num_off_scale >= MAX_OFF_SCALE:
             raise JudgeStopped(
                 f"{self.member.model}: its last {self._num_off_scale} answers are on another scale, with scores up to "
-                f"{top:g} and not 1; say in judge.rubric that scores are from 0 to 1, or name another model"
+                f"{top:g} and not 1; ask in judge.rubric for scores from 0 to 1, or name another model"
             )
 
     async def _record(self, answer: Answer, group_id: str, outcome: str) -> None:

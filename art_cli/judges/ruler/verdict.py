@@ -79,7 +79,7 @@ def check_document(document: Any, ids: Sequence[str]) -> dict[str, Entry]:
         if not isinstance(name, str):
             problems.append(f"entry {number} has no id")
         elif name not in ids:
-            problems.append(f"there is no attempt {clean(name[:20])!r}")
+            problems.append(f"attempt {clean(name[:20])!r} does not exist")
         elif name in found:
             problems.append(f"{name} is scored twice")
         else:

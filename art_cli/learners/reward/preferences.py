@@ -101,7 +101,7 @@ def read_preferences(paths: Sequence[Path]) -> Preferences:
     if not pairs and len({value for group in teaching for value in group.values.values()}) < 2:
         unknown = f"; {counts['unknown_labels']} labels are of attempts in none of these files" if labels else ""
         if not groups:
-            raise DataError(f"there are no attempts{unknown}", files[0])
+            raise DataError(f"no attempts found{unknown}", files[0])
         reason = "no two attempts of a group differ in reward or label, and no rewards from 0 to 1 of two groups do"
         if num := counts["cascade_not_asked"]:
             unknown += f"; a cascade's first judge alone scored {num} attempts, and it is the one to learn"

@@ -30,7 +30,7 @@ from art_cli.runtime.errors import LearnerError
 CAUSES = (
     "no weight was changed, and the same command tries the step again. Likely causes: earlier steps moved the weights "
     "too far (go back with art checkpoints --fork, and lower train.learning_rate), that attempt's logprobs, or the "
-    "formula of an own algorithm"
+    "formula of your algorithm"
 )
 
 

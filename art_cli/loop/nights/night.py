@@ -210,7 +210,7 @@ def roll_back(run: Path) -> Served:
     with changing(run):
         served = read_served(run)
         if served is None or not (served.previous or served.canary):
-            raise RunError(f"{run}: nothing was promoted, and there is no canary, so there is no way back")
+            raise RunError(f"{run}: no checkpoint to go back to: nothing was promoted, and no canary runs")
         previous = [*(served.previous or [served.checkpoint])]
         while len(previous) > 1 and not (run / previous[-1]).is_dir():
             log.warning("%s: not there any more; the one before it answers", run / previous.pop())
@@ -248,7 +248,7 @@ def _is_stopped(known: Sequence[Night], config: ImproveConfig) -> str:
         return ""
     return (
         f"stopped: the last {config.patience} nights brought no promotion ({last[-1].outcome}: {last[-1].reason}); "
-        "raise improve.patience to go on"
+        "raise improve.patience to continue"
     )
 
 
@@ -361,7 +361,7 @@ async def _train(loaded: LoadedConfig, nights: Nights, night: Night) -> None:
     run, first = RunDir(directory / "run"), read_manifest(start).step
     own = _night_config(loaded, directory, steps=first + config.steps)
     if find_clash(run, own):
-        log.warning("night %d trains anew, because the configuration has changed", night.number)
+        log.warning("night %d trains from its first step again: the configuration has changed", night.number)
         remove(run.root)
     if not run.root.exists():
         source = run_of(start)

@@ -192,7 +192,7 @@ def _proofs(proofs: Mapping[str, int]) -> str:
     if not (undecided := proofs.get("undecided", 0)):
         return ""
     steps = f"{undecided} of {proofs['proven'] + undecided} steps"
-    return f"in {steps} the engine's adapter could not be told from the one before: the change was below rounding"
+    return f"in {steps} the change of the engine's adapter was below rounding, so the proof decided nothing"
 
 
 def _time(seconds: Mapping[str, float]) -> str:

@@ -55,7 +55,7 @@ async def play_connected(
 def read_call(call: Any, known: Collection[str]) -> Json | str:
     """Returns the arguments of a tool call in OpenAI's format, or what is wrong with the call, for the policy."""
     if call.function.name not in known:
-        return f"there is no tool {call.function.name!r}, but: {', '.join(sorted(known)) or 'none'}"
+        return f"unknown tool {call.function.name!r}; known: {', '.join(sorted(known)) or 'none'}"
     try:
         arguments = json.loads(call.function.arguments or "{}")
         json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()  # as a server could be sent them

@@ -54,7 +54,7 @@ def restore(run: RunDir, store: ObjectStore, token: str, *, own: Marker | None) 
             "move one of them away, or give this one another name (name=...)"
         )
     if own is not None and own.is_whole and _is_used(run):
-        log.warning("%s: another machine went on with it; what was here is now in %s", run.root, _set_aside(run))
+        log.warning("%s: another machine continued it; the files from here are now in %s", run.root, _set_aside(run))
     write_marker(run.root, Marker(address=store.address, token=token, is_whole=False))
     log.info("%s: getting it from %s", run.root, store.address)
     for name, stored in there.items():

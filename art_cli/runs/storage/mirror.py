@@ -100,7 +100,7 @@ class Mirror:
             self._warn(error)
             return False
         if self._is_warned:
-            log.info("%s: uploads go on", self.store.address)
+            log.info("%s: uploads continue", self.store.address)
             self._is_warned = False
         return True
 

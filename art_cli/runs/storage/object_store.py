@@ -125,7 +125,7 @@ class ObjectStore:
         with new_file(path) as file:
             self._call(_copy_down, self._fs, self._path(name), file, timeout_s=self._transfer_s(size))
             if file.tell() != size and (file.tell() < size or not may_grow):
-                raise StorageError(f"{self.address}/{name}: {file.tell()} bytes came, and its list says {size}")
+                raise StorageError(f"{self.address}/{name}: {file.tell()} bytes came, and its list has {size}")
             return file.tell()
 
     # --- writing ------------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ class ServedRun:
         """Returns True if the candidate's engine has failed; then the promoted policy answers."""
         if self._candidate is None or not (watching := self._candidate[1].watching).done():
             return False
-        log.warning("the candidate answers nobody: %s; it is started again in a minute", watching.exception())
+        log.warning("the candidate does not answer: %s; it starts again in a minute", watching.exception())
         (_, arm), self._candidate = self._candidate, None
         self._retire(arm)
         return True

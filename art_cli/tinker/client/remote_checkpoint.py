@@ -68,7 +68,7 @@ def read_remote(directory: Path) -> RemoteCheckpoint:
         found = msgspec.json.decode((directory / REMOTE_FILE).read_bytes(), type=RemoteCheckpoint)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{directory}: its weights are here and not on a server (no {REMOTE_FILE}); go on with the learner that "
+            f"{directory}: its weights are here and not on a server (no {REMOTE_FILE}); continue with the learner that "
             "made it, or begin a new run"
         ) from None
     except (OSError, ValueError, RecursionError) as error:

@@ -117,7 +117,7 @@ class Base:
         wanted = ATTENTION if parts.attention else MLP
         there = {name.rpartition(".")[2] for name, _ in self.weights.model.named_modules()}
         if not (found := sorted(there.intersection(wanted))):
-            raise invalid("this model's layers have names of their own; train_attn and train_mlp go together here")
+            raise invalid("this model's layers have unusual names; train_attn and train_mlp go together here")
         return found
 
 

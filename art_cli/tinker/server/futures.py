@@ -118,7 +118,7 @@ class Futures:
         """Returns the client's future. Raises ChatError 404 for unknown requests and dropped answers."""
         future = self._futures.get(id)
         if future is None or future.owner != owner:
-            raise ChatError(404, f"no request {id[:200]!r}: it was never sent, or its answer is no longer kept")
+            raise ChatError(404, f"no request {id[:200]!r}: it was never sent, or its answer has been dropped")
         return future
 
     def start(self, future: Future, work: Coroutine[Any, Any, FutureAnswer]) -> None:

@@ -54,7 +54,7 @@ class Turns:
         if not is_new:
             return future
         if number < self._next:  # already run, and its answer was dropped
-            self._futures.settle(future, Failure("this request was run, and its answer is no longer kept", True))
+            self._futures.settle(future, Failure("this request was run, and its answer has been dropped", True))
             return future
         self._waiting[number] = future, work
         self._newest = max(self._newest, number)

@@ -315,7 +315,7 @@ class Routes:
             at = parse(asked.path)
             self.state.base.check(asked.base_model)
             if asked.weights_access_token is not None:
-                raise invalid("weights_access_token: there are no other accounts; publish the checkpoint instead")
+                raise invalid("weights_access_token: this server has one account; publish the checkpoint instead")
             if (asked.optimizer_config or {}).get("type", "adamw") != "adamw":
                 raise invalid("optimizer_config: only adamw is served")
             if asked.model_id is not None:

@@ -52,14 +52,14 @@ OPEN = re.compile(rf"/health|{ROOT}/downloads/[0-9a-f]+")  # download addresses 
 KINDS_OF_BODY = ("application/json", PROTO)
 CHECK_S = 2.0  # interval between checks that learner processes are alive
 SWEEP_S = 30.0  # interval between cleanups of expired sessions and checkpoints
-NO_ACCOUNTS = "audit logs, billing and storage usage belong to a hosted service; there are no accounts here"
-NO_PROJECTS = "there are no projects here; any of the client's checkpoints is loaded by its path"
+NO_ACCOUNTS = "audit logs, billing and storage usage belong to a hosted service; this server has no accounts"
+NO_PROJECTS = "this server has no projects; load any of the client's checkpoints by its path"
 REFUSED = {
     "/sessions/{id}/trace_export": "traces of sessions are not kept here",
     "/sessions/{id}/project": NO_PROJECTS,
     "/copy_weights": NO_PROJECTS,
     "/create_custom_loss": "custom losses run in the client: forward_backward_custom with a function",
-    "/auth/token": "there are no accounts here; the key is all there is",
+    "/auth/token": "this server has no accounts; the key alone is enough",
     "/audit": NO_ACCOUNTS,
     "/billing/{rest:path}": NO_ACCOUNTS,
     "/retrieve_futures": "results are asked for one by one: retrieve_future",

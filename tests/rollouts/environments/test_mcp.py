@@ -50,7 +50,7 @@ async def test_the_servers_tools_are_called_until_the_policy_answers(tmp_path: P
     assert right.metrics.items() >= {"tool_calls": 8, "tool_errors": 6, "solved": 1.0}.items()
     told = [str(message["content"]) for message in right.messages if message["role"] == "tool"]
     assert [each.splitlines() for each in (told[0], told[7])] == [["42", UNSEEN], ["1", UNSEEN]]
-    assert "not JSON" in told[1] and "add" in told[2] and "there is no tool 'sub'" in told[3]
+    assert "not JSON" in told[1] and "add" in told[2] and "unknown tool 'sub'" in told[3]
     assert "it is broken" in told[4] and all("not JSON" in each for each in told[5:7])
     assert [tool["function"]["name"] for tool in right.tools] == ["add", "count", "fail", "end"]
     assert right.tools[0]["function"]["parameters"]["required"] == ["a", "b"]

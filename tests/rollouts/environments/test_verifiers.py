@@ -66,7 +66,7 @@ async def test_a_task_brings_tools_and_a_wrong_call_is_told() -> None:
     assert (trajectory.error, trajectory.returned_reward) == (None, 1.0)
     assert [tool["function"]["name"] for tool in trajectory.tools] == ["desk_add"]
     told = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
-    assert told == ["42", "there is no tool 'desk_sub', but: desk_add"]
+    assert told == ["42", "unknown tool 'desk_sub'; known: desk_add"]
     assert trajectory.metrics["num_branches"] == 0
 
 

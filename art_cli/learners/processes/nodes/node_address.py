@@ -96,7 +96,7 @@ def read_secret(address: Address) -> bytes:
     except OSError as error:
         raise UsageError(f"learner.rendezvous: {address.host}: {error.strerror or error}") from error
     if not secret and not is_loopback:
-        raise UsageError(f"learner.rendezvous: {address} is open to other machines and there is no secret; {CURE}")
+        raise UsageError(f"learner.rendezvous: {address} is open to other machines and needs a secret; {CURE}")
     if secret and len(secret) < MIN_LENGTH:
         raise UsageError(f"{VARIABLE} has fewer than {MIN_LENGTH} characters; {CURE}")
     return secret.encode()
