@@ -107,7 +107,7 @@ def _row(prefix: str, name: str, field: FieldInfo | None) -> str:
 
 
 def _meaning(key: str, cells: tuple[str, str, str]) -> str:
-    """Returns the text of a key, or where it stands if another key of the same name has the same cells."""
+    """Returns the text of a key, or where it is if another key of the same name has the same cells."""
     first = FIRST.setdefault((key.rpartition(".")[2], *cells), key)
     return cells[2] if first == key or len(cells[2].split()) < 12 else f"As `{first}`."
 
@@ -117,7 +117,7 @@ def _line(*cells: str) -> str:
 
 
 def kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What may stand there. Example: "whole number, above 0"."""
+    """What values it takes. Example: "whole number, above 0"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kind(arguments[0], [*arguments[1:], *metadata])

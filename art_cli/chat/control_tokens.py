@@ -215,7 +215,7 @@ class Guard:
 
     def json(self, text: str) -> str:
         whole, place, pieces = text, 0, []
-        for match in _JSON_STRING.finditer(text):  # JSON itself stands around its strings
+        for match in _JSON_STRING.finditer(text):  # JSON itself surrounds its strings
             pieces += [text[place : match.start(1)], self._text(match[1], is_free=False)]
             place = match.end(1)
         text = "".join([*pieces, text[place:]])

@@ -5,7 +5,7 @@ samples from. Its interface is plain data (paths, numbers, token ids), so engine
 remote machines.
 
 To add an engine, write a module, a section in config/sections/engine_config.py and an entry in BUILT_INS here. Users
-can name a class in a file beside the configuration: `engine: {entry: "mine.py:MyEngine", options: {...}}`. It is
+can name a class in a file next to the configuration: `engine: {entry: "mine.py:MyEngine", options: {...}}`. It is
 constructed as `MyEngine(setup)` and used through the Engine protocol. Its class attributes are its EngineTraits.
 """
 

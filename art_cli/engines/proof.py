@@ -31,7 +31,7 @@ from art_cli.runtime.errors import CheckpointError, DriftError
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
-# Mean absolute gap in nats always tolerated, whatever rounding the learner measured. The float32 value allows for
+# Mean absolute gap in nats always tolerated, at any rounding that the learner measured. The float32 value allows for
 # different kernels in deep models.
 FLOORS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 ROUNDINGS = 3.0  # largest gap in units of the learner's rounding error; vLLM with SmolLM2-135M shows 0.5 to 1.3

@@ -17,7 +17,7 @@ from art_cli.runs.manifest import Probe
 # (benchmarks/attacks/weight_proof.py).
 NUM_TOKENS, NUM_TOKENS_FLOAT32 = 512, 64
 LENGTH = 32  # tokens per sampled text
-MARK = "@@probe@@"  # stands for a user message in the chat template; the model continues the text before it
+MARK = "@@probe@@"  # replaces a user message in the chat template; the model continues the text before it
 DIGITS = 6  # decimal places kept per logprob; float32 rounds at the fifth
 Score = Callable[[Sequence[int]], list[float]]
 

@@ -377,7 +377,7 @@ def _text(key: str, path: Path, directory: Path = Path()) -> Iterator[Wrong]:
         elif not path.read_text(encoding="utf-8-sig").strip():
             yield Wrong(key, f"{show(path)}: an empty file")
     except RuntimeError as error:
-        yield Wrong(key, f"{show(path)}: {error}")  # ~user, and there is no such user
+        yield Wrong(key, f"{show(path)}: {error}")  # ~user, and the user does not exist
     except (OSError, UnicodeDecodeError) as error:
         yield Wrong(key, f"{show(path)}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}")
 

@@ -242,7 +242,7 @@ class RunFinding(msgspec.Struct, frozen=True):
     until: int  # the latest step with the problem
     text: str
     reasons: list[Reason]
-    cure: str  # advice if there are no reasons
+    cure: str  # advice without reasons
 
     @property
     def cures(self) -> list[str]:
@@ -514,7 +514,7 @@ def _share_clipped(window: Window) -> str:
 
 
 def _stuck(updates: Window, others: Sequence[RunFinding]) -> Iterator[RunFinding]:
-    """Yields the latest steps if reward and entropy stood still, unless another finding explains it."""
+    """Yields the latest steps if reward and entropy did not change, unless another finding explains it."""
     first = updates[:STREAK]
     spans = list(_spans(updates, lambda window: _is_flat(first, window), width=STUCK))
     if not spans or spans[-1][-1] is not updates[-1]:

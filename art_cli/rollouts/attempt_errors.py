@@ -27,7 +27,7 @@ MAX_ERROR_LENGTH = 2000  # maximum characters of a trajectory's error
 NODE = "node"  # error kind after a lost machine, which is not the attempt's fault
 MAX_LEAVES = 100  # number of errors looked at in an exception group
 MAX_CAUSES = 5  # number of errors looked at along a chain of `raise ... from`
-OWN = "own"  # stands for every exception class that the user's own files define
+OWN = "own"  # means every exception class that the user's own files define
 
 # Class names; an error matches if any of its base classes does. The packages need not be installed.
 _TRANSPORT = frozenset(

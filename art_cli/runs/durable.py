@@ -366,7 +366,7 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """For files that nobody changes. Copies where the file system has no links, or is another one."""
+    """For files that are never changed. Copies where the file system has no links, or is another one."""
     try:
         os.link(source, target)
     except OSError:

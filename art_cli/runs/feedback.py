@@ -36,7 +36,7 @@ class FeedbackEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     policy: str = ""  # digest of the policy that wrote the reply, or the conversation's last one; "" if unproven
     answered_at: float = 0.0  # time of this reply, in seconds since the epoch; 0: unknown
     metric: str
-    # a metric's number, a comment's text, a demonstration's assistant message in OpenAI's form; None: withdrawn
+    # a metric's number, a comment's text, a demonstration's assistant message in OpenAI's form; None if withdrawn
     value: bool | float | str | Json | None = None
     optimize: Optimize = "max"  # the metric's declaration when the entry was written
     tags: dict[str, str] = {}

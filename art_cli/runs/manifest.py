@@ -48,7 +48,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]  # [L] probe text; identical in all checkpoints of the run
     logprobs: list[float]
     rounded: list[float] = []  # logprobs after moving each embedding by one rounding step
-    base: list[float] = []  # logprobs of the base model without the adapter; [] when there is no adapter
+    base: list[float] = []  # logprobs of the base model without the adapter; [] without an adapter
     base_rounded: list[float] = []
 
 

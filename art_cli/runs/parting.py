@@ -13,7 +13,7 @@ A step exceeds the bar if its statistic exceeds the baseline mean by the margin 
 deviations. Null hypothesis: each step exceeds the bar with probability at most CHANCE, regardless of earlier steps. A
 wager is multiplied by 8 at each exceeding step and by 2/9 at other steps, so its expectation never grows. New wagers
 start at each step, with weights summing to 1. By Ville's inequality, the sum of wagers reaches 2 / LEVEL in at most
-LEVEL / 2 of all runs, whatever their length. With two statistics, at most LEVEL of all runs raise a false alarm. The
+LEVEL / 2 of all runs, of any length. With two statistics, at most LEVEL of all runs raise a false alarm. The
 onset is the step after the last zero of Page's CUSUM (1954) with half the bar as reference value.
 """
 

@@ -28,7 +28,7 @@ EQUAL_REWARDS = 1e-8  # smaller reward differences are rounding errors, not sign
 Json = dict[str, Any]
 MAX_GROUP_SIZE = 1_000_000  # maximum attempts per group; larger numbers in a file are mistakes
 MAX_TOKEN_ID = 2**31 - 1  # largest possible token id of any model
-# Values for a turn's sampled tokens: a single number for all tokens, or a list (None: the token has no value).
+# Values for a turn's sampled tokens: a single number for all tokens, or a list (None for a token without a value).
 # None means no token has a value.
 PerToken = float | list[float | None] | None
 LeftOut = Literal["failed", "no_tokens", "no_signal", "unreliable", "algorithm", "max_kl"]
@@ -66,7 +66,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     is_abandoned: bool = False  # the client gave up on this call and sent it again, so it never saw the reply
     asked: dict[str, float | None] | None = None  # the client's sampling values that the gateway replaced
     policy: str = ""  # digest of the proven weights that sampled the turn (runs/manifest.py); "" if unproven
-    # key of the environment state that the reply acts on; None: the prompt is the state
+    # key of the environment state that the reply acts on; None if the prompt is the state
     state: Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)] | None = None
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ def unknown_gpu(torch: str, name: str, capability: tuple[int, int], kernels: Seq
 
 
 def compiler_problem(python: Path | None, environment: Mapping[str, str]) -> str:
-    """Explains why Triton cannot compile its launcher for `python` (None: this Python); "" if it can."""
+    """Explains why Triton cannot compile its launcher for `python`, by default this Python; "" if it can."""
     missing = []
     path = environment.get("PATH")
     compilers = [environment["CC"]] if "CC" in environment else ["gcc", "clang"]

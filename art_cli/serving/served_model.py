@@ -36,7 +36,7 @@ class Source(NamedTuple):
     adapter: Path | None  # adapter on the base; None for the base alone
     step: int
     dtype: str  # dtype of the base: "auto", "float32", "bfloat16"
-    max_length: int | None  # prompt and reply tokens; None: the base model's context
+    max_length: int | None  # prompt and reply tokens; None for the base model's context
     defaults: Sampling  # default sampling for requests; a run's sources use the run's settings
     run: RunDir | None = None
     manifest: Manifest | None = None

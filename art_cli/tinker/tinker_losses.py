@@ -104,7 +104,7 @@ class WeightedSample(NamedTuple):
 def weigh(
     samples: Sequence[Sample], algorithm: Algorithm, finished: FinishedCounts | None, *, mean_over: loss_config.MeanOver
 ) -> list[WeightedSample]:
-    """Returns an optimizer step's weighted samples. `finished` are its trajectories; None: the samples' own."""
+    """Returns an optimizer step's weighted samples. `finished` are its trajectories, by default the samples' own."""
     counts = count(samples, finished)
     found = []
     for sample in samples:

@@ -89,7 +89,7 @@ class RemoteTrainer:
         self.server, self.timeout_s = find_server(engine), engine.timeout_s
         self.base, self.lora, self.seed = engine.base_model or base, lora, seed
         self.counters = Counters()
-        self.saved: RemoteCheckpoint | None = None  # start of the next training client; None: a new adapter
+        self.saved: RemoteCheckpoint | None = None  # start of the next training client; None for a new adapter
         self.with_optimizer = True  # also restore the saved optimizer
         self._connection: RemoteSession | None = None
         self._extra: frozenset[str] = frozenset()  # optional datum inputs, known once a session is open

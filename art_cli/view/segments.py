@@ -111,7 +111,7 @@ class TurnSegment(msgspec.Struct):
     kind: SegmentKind
     text: str
     num_tokens: int
-    tokens: list[str] | None = None  # [N] texts; missing for context, or if there is no tokenizer
+    tokens: list[str] | None = None  # [N] texts; missing for context, or without a tokenizer
     ids: list[int] = []  # [N]; empty for context
     logprobs: list[float] | None = None  # [N] engine logprobs in nats, if sampled here
     learner_logprobs: list[float | None] | None = None  # [N] learner logprobs before the update

@@ -233,7 +233,7 @@ def _event(data: Json) -> bytes:
 
 
 class _Block(msgspec.Struct):
-    """A content block of any type. `_Reader` checks that the type may stand where the block stands."""
+    """A content block of any type. `_Reader` checks that the type is allowed where the block is."""
 
     type: _Name
     text: str | None = None

@@ -24,7 +24,7 @@ from art_cli.chat.requests import MIN_TEMPERATURE, RENDERERS_OWN, Json, Request,
 
 # Limits without a source in the protocol keep hostile numbers from reaching tensors: ids and counts fit 32 bits.
 INT32 = 2**31 - 1
-LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for -inf, which JSON cannot express
+LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's number for -inf, which JSON cannot express
 Count = Annotated[int, Meta(ge=1, le=INT32)]
 Name = Annotated[str, Meta(max_length=1024)]  # bounded because errors repeat it
 Temperature = Annotated[float, Meta(ge=0, le=100)]

@@ -61,7 +61,7 @@ class ImproveConfig(Section):
         "traffic": "reward>=baseline-0.02",
         "safety": "reward>=baseline",
     }
-    """What a candidate must reach before it answers anybody, as in `art eval --gate`. The baseline is the promoted
+    """What a candidate must reach before it answers users, as in `art eval --gate`. The baseline is the promoted
     policy. tasks: the scenarios of `eval`, often few and older than the traffic, so only a significant loss fails.
     traffic: the held-out scenarios of the last week. safety: any loss fails. If its rewards are noisy, a policy that is
     as good fails half the time; with `reward.high>=baseline` only a significant loss fails."""

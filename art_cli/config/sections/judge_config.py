@@ -297,7 +297,7 @@ class FeedbackJudgeConfig(ScoringJudgeConfig):
     metric: str
     """The metric's name in `gateway.feedback`, such as `thumbs`."""
     file: Path | None = None
-    """The gateway's feedback.jsonl. null: the one beside the trajectories of `art judge`."""
+    """The gateway's feedback.jsonl. null: the file in the directory of `art judge`'s trajectories."""
     otherwise: NamedJudgeConfig | None = None
     """The judge of attempts without this feedback, such as ruler. null: their group stays unscored."""
 

@@ -157,7 +157,7 @@ def cluster_conflicts(*, processes: int | None, python: Path | None, entry: str 
 
 class ScenariosConfig(Section):
     """The source of scenarios and the columns of a table that make them up (docs/scenarios.md). A source alone
-    stands for {source: ...}."""
+    means {source: ...}."""
 
     source: str
     """A file (JSON lines, CSV, Parquet, SQLite, DuckDB), a `save_to_disk` directory from the library datasets, a

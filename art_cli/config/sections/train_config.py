@@ -161,7 +161,7 @@ class PromptLearnerConfig(_NoTorchLearnerConfig):
 
     @property
     def member(self) -> JudgeModelConfig | None:
-        """The reflecting model. None: the judge's model."""
+        """The reflecting model. null: the judge's model."""
         if self.model is None:
             return None
         keys = ("model", "base_url", "api_key_env", "params", "price")

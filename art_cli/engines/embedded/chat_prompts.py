@@ -79,7 +79,7 @@ def render(vocabulary: Vocabulary, request: Request, max_length: int = MAX_LENGT
 
 
 def is_short(request: Request) -> bool:
-    """Returns True if `render` takes a few milliseconds at most, whatever the request's content."""
+    """Returns True if `render` takes a few milliseconds at most for any request."""
     if request.template_kwargs or demands_format(request):
         return False
     left = SHORT

@@ -229,7 +229,7 @@ class EmbeddedEngine:
             raise invalid("min_tokens, ignore_eos: not with a format or a forced call, whose end decides", "min_tokens")
         mailbox = self._mailboxes.setdefault(loop := asyncio.get_running_loop(), _Mailbox(loop))
         job = _Job(request, prompt, self._weights, self._vocabulary, mailbox, is_stream, self._stop_ids)
-        for index in range(0 if job.generations else job.num_open):  # there is no room for a token
+        for index in range(0 if job.generations else job.num_open):  # no room for a token
             job.put(index, Piece([], [], [], None, self.endpoint.step, "length"))
         if needs_echo(request):
             job.echo = await self._echo(request, prompt.ids)

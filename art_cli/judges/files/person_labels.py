@@ -113,7 +113,7 @@ class _Row(ScoredRow, kw_only=True):
 
 
 def message_digest(messages: bytes | msgspec.Raw) -> str:
-    """Returns the digest of an attempt's messages as they stand in the file."""
+    """Returns the digest of an attempt's messages as they are in the file."""
     return hashlib.blake2b(bytes(messages), digest_size=8).hexdigest()
 
 

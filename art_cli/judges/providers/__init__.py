@@ -27,7 +27,7 @@ FailureKind = Literal[
 ]
 
 MAX_MESSAGE = 300  # displayed characters of a provider's error text
-MAX_START = 100  # bytes of an answer that is no completion
+MAX_START = 100  # bytes of an answer that is not a completion
 MAX_MODEL = 100  # characters of the model name in a reply
 MAX_ERROR = 64_000  # processed characters of a provider's error text
 MAX_ANSWER = 3_000_000  # characters of an answer; no verdict is longer
@@ -126,7 +126,7 @@ def classify(status: int, text: str) -> FailureKind:
     said = text[:MAX_ERROR].lower()
     if status == 402 or (status in (400, 403, 429) and any(words in said for words in _USED_UP)):
         return "used_up"
-    if status in (408, 409, 425, 429) or status >= 500 or status < 300:  # below 300, the body is no completion
+    if status in (408, 409, 425, 429) or status >= 500 or status < 300:  # below 300, the body is not a completion
         return "retry"
     if status == 403 and any(word in said for word in _REFUSED_TEXT):
         return "refused"

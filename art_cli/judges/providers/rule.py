@@ -1,4 +1,4 @@
-"""builtin:rule, a deterministic stand-in for a judge model. It scores attempts with rules from the rubric.
+"""builtin:rule, a deterministic substitute for a judge model. It scores attempts with rules from the rubric.
 
 Needs no key and no network. It receives RULER's regular prompt, parses rules from the system message and attempts from
 the record, and answers with text like a model. A rule is a line of the rubric. An attempt's score is the sum of the

@@ -39,7 +39,7 @@ class Update(NamedTuple):
 
     packs: list[Pack]  # this process's packs
     counts: list[UpdateCounts]  # counts for every loss component
-    # [N] per pack: the terms' logprobs under the sampling weights; None: the current weights sampled them
+    # [N] per pack: the terms' logprobs under the sampling weights; None if the current weights sampled them
     before: Sequence[Tensor | None]
     has_unknown: bool  # whether some policy tokens lack comparable engine logprobs
 

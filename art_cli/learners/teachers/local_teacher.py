@@ -29,7 +29,7 @@ class LocalTeacher:
         self.name, self._ranks = f"loss.teacher.model {model!r}", policy.runner.ranks
         weights = load_teacher(model, directory, device=str(own.device), name=self.name)
         check_vocabulary(weights.tokenizer, own.tokenizer, self.name)
-        # there is no backward pass, so checkpointing would only cost time
+        # no backward pass follows, so checkpointing would only cost time
         config = policy.runner.config.model_copy(update={"gradient_checkpointing": False})
         self._reader = Reader(PackRunner(weights, config))
 

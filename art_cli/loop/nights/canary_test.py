@@ -3,8 +3,8 @@
 A block is a rating of the candidate and k ratings of the promoted policy, the newest that no block has. Its
 difference d, the candidate's rating minus the mean of the others, is in [-1, 1]. As long as the candidate is not
 better, the mean of d is at most 0. Then a gambler who bets a fraction f of the wealth on every d > 0, so that d
-multiplies it by 1 + f d, reaches the wealth 1 / error with a probability of at most `error`, no matter how often
-somebody looks (Ville 1939). The gambler here divides the wealth evenly among several fractions, because the best
+multiplies it by 1 + f d, reaches the wealth 1 / error with a probability of at most `error`, no matter how
+often the test looks (Ville 1939). The gambler here divides the wealth evenly among several fractions, because the best
 fraction depends on the unknown difference (Waudby-Smith and Ramdas 2023, arXiv 2010.09686, section 4). A second
 gambler bets on d < 0.
 

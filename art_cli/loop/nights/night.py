@@ -311,7 +311,7 @@ def _start(nights: Nights, known: Sequence[Night], served: Served) -> str:
     """Returns the last candidate, if its canary ended undecided and promising.
 
     So a gain that is too small to show in one canary adds up over nights. Gates and canary compare with the promoted
-    policy, whatever training starts from.
+    policy, wherever training starts.
     """
     last = next((each for each in reversed(known) if each.outcome != "no update"), None)
     if last is None or last.outcome != "undecided" or last.baseline != served.checkpoint or last.trial is None:

@@ -24,7 +24,7 @@ class Elsewhere(msgspec.Struct, frozen=True):
     """The run on a kind of machine."""
 
     machine: str
-    basis: str  # source of the machine's speeds, or why there are no rows
+    basis: str  # source of the machine's speeds, or why rows are missing
     rows: list[ScalingRow] = []
     stops_at: int | None = None  # number of GPUs above which more add little, if found
 

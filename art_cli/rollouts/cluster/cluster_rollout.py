@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 TELL_S = 10.0  # interval of log lines about waiting attempts
 MAX_TAIL = 4096  # bytes of Ray's last words
-WILDCARDS = ("0.0.0.0", "::", "")  # hosts that stand for every address of this machine
+WILDCARDS = ("0.0.0.0", "::", "")  # hosts that mean every address of this machine
 DRIVER = "cluster.ray_driver"
 
 

@@ -78,7 +78,7 @@ class Environment(Protocol):
 class Library(Protocol):
     """A package of environments, or another source."""
 
-    package: str  # module to import; "" if none is needed
+    package: str  # module to import; "" if it needs none
     extra: str  # the extra that installs it: pip install 'art-cli[EXTRA]'; "": the package itself is installed
     about: str  # one line
     takes_one_turn: bool  # whether an attempt is a single model call

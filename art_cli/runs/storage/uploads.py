@@ -256,7 +256,7 @@ def _at_rest(path: Path) -> Iterator[Path]:
                 contextlib.closing(sqlite3.connect(copy)) as target,
             ):
                 source.backup(target)
-        except sqlite3.Error as error:  # such as a file that is no database
+        except sqlite3.Error as error:  # such as a file that is not a database
             log.debug("%s: uploaded as it is: %s", path, error)
             copy = path
         yield copy

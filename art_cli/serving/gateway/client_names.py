@@ -51,5 +51,5 @@ def _read(directory: Path) -> _Known | None:
 
 
 def _hash(key: str, salt: str) -> str:
-    """Takes some 10 ms, so that nobody who reads the file finds a short key by trying."""
+    """Takes some 10 ms, so that a reader of the file cannot find a short key by trying."""
     return hashlib.scrypt(key.encode(), salt=salt.encode(), n=2**12, r=8, p=1, dklen=32).hex()

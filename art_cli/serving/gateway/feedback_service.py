@@ -118,7 +118,7 @@ class FeedbackLog:
         await self._shared.sync()
 
     def _append(self, entry: FeedbackEntry) -> None:
-        """Raises ChatError if the file was moved, because nobody would read the entry."""
+        """Raises ChatError if the file was moved, because the entry would never be read."""
         if not self._writer.is_in_place():
             raise ChatError(503, f"{FEEDBACK_FILE} was moved away; restart the gateway", code="not_recorded")
         self._shared.append(entry)

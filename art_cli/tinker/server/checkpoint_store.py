@@ -160,7 +160,7 @@ class Store:
         write_file(self.root / notes.id / "run.json", msgspec.json.encode(notes))
 
     def run(self, id: str, owner: str | None = None) -> RunNotes:
-        """Returns the client's training run (None: any client's). Raises ChatError 404 for unknown runs."""
+        """Returns the client's training run, or any client's for None. Raises ChatError 404 for unknown runs."""
         found = self._read_run(id) if RUN_ID.fullmatch(id) else None
         if found is None or owner not in (None, found.owner):
             raise ChatError(404, f"no training run {id[:200]!r}")

@@ -43,7 +43,7 @@ class Turns:
         self._is_closed = False
 
     def submit(self, number: int | None, owner: str, digest: bytes, work: Work, num_bytes: int = 0) -> Future:
-        """Returns the future of request `number` (None: the next). Raises ChatError for a used or far number."""
+        """Returns the future of request `number`, by default the next. Raises ChatError for a used or far number."""
         if self._is_closed:
             raise ChatError(404, f"{self.name}: the model was unloaded")
         number = self._newest + 1 if number is None else number

@@ -322,7 +322,7 @@ class Samplers:
         wants_prompt: bool,
         on_wait: Callable[[str], None],
     ) -> FutureAnswer:
-        """Returns the samples, and logprobs of the last `last_n` prompt tokens (None: all). `on_wait` gets reasons."""
+        """Returns samples, and logprobs of the last `last_n` prompt tokens, by default all. `on_wait` gets reasons."""
         assert isinstance(request.prompt, list)
         async with self.policies.using(policy, on_wait) as opened:
             scores = None

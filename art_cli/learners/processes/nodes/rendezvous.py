@@ -1,6 +1,6 @@
 """Rendezvous: the first node waits here for the other nodes and admits those with the same identity; NodeEnd.
 
-Anybody may connect until the secret is proven. Before that, a connection may send up to 64 bytes within ten seconds,
+Any host may connect until the secret is proven. Before that, a connection may send up to 64 bytes within ten seconds,
 and up to MAX_STRANGERS are handled concurrently. A refused node gets the reason, and waiting continues.
 
 The first node calls a NodeEnd like a connection to a local process. Local paths are never sent. To load a checkpoint,
