@@ -418,10 +418,13 @@ def test_a_file_that_is_not_there_is_told_with_the_nearest_that_is(here: Path) -
 
 
 def test_overrides_that_cannot_be_read_are_all_told() -> None:
-    assert mistakes(PLAIN, "train.steps", "model.base=a=b", "=3", "--x=1", "hydra.run.dir=x", "judge@x=ruler") == [
+    told = ["train.steps", "model.base=a=b", '+engine.args={"enforce-eager": true}', "=3", "--x=1", "hydra.run.dir=x"]
+    assert mistakes(PLAIN, *told, "judge@x=ruler") == [
         "command line: train.steps: expected key=value, for example train.steps=10",
         "command line: model.base: cannot read the value 'a=b'; quote it for the shell and for Hydra: "
         "model.base='\"a=b\"'",
+        "command line: +engine.args: cannot read the value '{\"enforce-eager\": true}'; a mapping's keys "
+        "need no quotes: +engine.args='{enforce-eager: true}'",
         "command line: expected key=value, for example train.steps=10",
         "command line: --x: expected key=value, for example train.steps=10",
         "command line: hydra.run.dir: Hydra's own settings and packages have no effect here",

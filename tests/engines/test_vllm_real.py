@@ -41,7 +41,7 @@ from art_cli.runtime.errors import DriftError
 from art_cli.tinker.server import BackendLimits
 from art_cli.tinker.server.base_model import Base
 from tests.support.models.letters_policy import LettersPolicy
-from tests.support.others.real_vllm import MARKS, PYTHON, QUICK
+from tests.support.others.real_vllm import FLOW, MARKS, PYTHON, QUICK
 from tests.support.paths import LETTERS
 from tests.support.servers.backend_server import Client, datum, passing, serving
 
@@ -320,7 +320,7 @@ async def test_a_backend_samples_several_clients_adapters_from_a_server_that_run
 def letters(runs: Path) -> LoadedConfig:
     """The tiny project, its engine a vLLM process."""
     own = ["model.base=build.py:build_wide", "engine=vllm", f"engine.python={PYTHON}", f"runs={runs}", "train.steps=3"]
-    own += ["+engine.args={enforce-eager: true}", "+engine.env={VLLM_CPU_KVCACHE_SPACE: 1, OMP_NUM_THREADS: 1}"]
+    own += ["+engine.args={enforce-eager: true}", f"+engine.env={FLOW}"]
     own += ["train.keep_checkpoints=9", "eval=null", "rollout.concurrency=2"]
     return load_config(LETTERS / "config.yaml", own)
 
