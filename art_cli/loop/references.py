@@ -462,8 +462,8 @@ def _base(key: str, base: str, directory: Path, *, is_buildable: bool = True) ->
     elif base.startswith((".", "/", "~")):
         yield Wrong(key, f"{base!r}: no such directory")
     elif not HUB_ID.fullmatch(base):
-        kinds = "no directory here, no file.py:function" if is_buildable else "no directory here"
-        yield Wrong(key, f"{base[:100]!r} is {kinds}, and no hub id (owner/name)")
+        kinds = "neither a directory here nor a file.py:function" if is_buildable else "not a directory here"
+        yield Wrong(key, f"{base[:100]!r} is {kinds}, and not a hub id (owner/name)")
 
 
 def _pattern(lora: schema.LoraConfig) -> Iterator[Wrong]:

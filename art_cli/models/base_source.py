@@ -87,7 +87,7 @@ def find_on_hub(base: str, named: str | None) -> None:
     except Exception as error:  # the boundary to the hub's client: invalid id, unknown model, no network
         summary = " ".join(str(error).split())[:200]
         what = named or f"model.base: {base!r}"
-        kinds = "no directory here" if named else "no directory here, no file.py:function"
+        kinds = "not a directory here" if named else "neither a directory here nor a file.py:function"
         if isinstance(error, HfHubHTTPError | HFValidationError):  # the hub has answered, or the id is invalid
             raise UsageError(f"{what} is {kinds}, and not on the hub: {summary}") from error
         cure = "name a directory" if named else "without it a directory works, and builtin:tiny"

@@ -106,7 +106,7 @@ def find_source(
         return of_checkpoint(found, name=name, base=base, dtype=dtype)
     is_built = built is not None and (":" in target or Path(target).is_file())
     if not (HUB_ID.fullmatch(target) or is_built) or (target.startswith(".") and not is_built):
-        raise UsageError(f"{target}: no such directory, and no hub id")
+        raise UsageError(f"{target}: no such directory, and not a hub id")
     _refuse(target, which)
     run_checkpoints.log_policy(target, "the base model, as you asked")
     path, own = target, name or target.removeprefix("builtin:")

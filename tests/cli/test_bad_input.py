@@ -68,25 +68,25 @@ def test_a_base_model_that_is_not_there_is_named(art: Callable[..., tuple[int, s
     code, line = train(art, project, "model.base=no/such-model")
     assert code == 2
     assert (
-        "model.base: 'no/such-model' is no directory here, no file.py:function, and the hub could not be reached"
-        in line
+        "model.base: 'no/such-model' is neither a directory here nor a file.py:function, and the hub could not be "
+        "reached" in line
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["export", "nope"], "error: 'nope' is no directory here, and the hub could not be reached"),
-        (["serve", "small=no/pe"], "error: 'no/pe' is no directory here, and the hub could not be reached"),
-        (["export", "./nope"], "error: ./nope: no such directory, and no hub id"),
+        (["export", "nope"], "error: 'nope' is not a directory here, and the hub could not be reached"),
+        (["serve", "small=no/pe"], "error: 'no/pe' is not a directory here, and the hub could not be reached"),
+        (["export", "./nope"], "error: ./nope: no such directory, and not a hub id"),
         (
             ["export", "adapter", "--base", "no/pe"],
-            "error: --base 'no/pe' is no directory here, and the hub could not be reached",
+            "error: --base 'no/pe' is not a directory here, and the hub could not be reached",
         ),
         (["export", "adapter", "--base", "nope.py:build"], "error: nope.py:build: no such file"),
         (
             ["export", "adapter"],
-            "error: adapter: its base model 'no/such' (--base names another) is no directory here, and the hub",
+            "error: adapter: its base model 'no/such' (--base names another) is not a directory here, and the hub",
         ),
     ],
 )

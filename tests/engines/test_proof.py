@@ -121,7 +121,7 @@ def test_a_change_below_rounding_is_undecided_and_said_once(caplog: pytest.LogCa
         for step in (2, 3):
             verdict = check(proof, engine, measured(now, probe), dtype="bfloat16", name=f"step {step}")
             if step == 2:
-                assert "since step 1, too little against rounding" in verdict.undecided
+                assert "since step 1, which is within rounding" in verdict.undecided
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and all(text.startswith("step 2: the proof of the engine's weights is und") for text in said)
 

@@ -226,7 +226,7 @@ def test_a_judge_that_no_change_moves_may_tell_attempts_apart(art: Art) -> None:
     report = own(art, "judge=function", "judge.entry=own.py:returned")
     assert moved(report) == {} and report["measures"]["spread"]["value"] > 0
     out = art("judge", "t.jsonl", "judge=function", "judge.entry=own.py:returned", "--probe")[1]
-    assert "no change moved a score, although its scores of attempts differ (spread " in out
+    assert "no change moved a score, though its scores differ (spread " in out
 
 
 def test_the_order_of_the_list_matters_to_a_function_that_counts_on_it(art: Art) -> None:

@@ -223,7 +223,7 @@ async def test_the_hub_is_asked_once_for_a_reward_model_that_it_does_not_have(
     judge = make_judge(RewardModelJudgeConfig(name="reward_model", model="no-such-model"), tmp_path)
     for _ in range(3):
         with pytest.raises(
-            JudgeStopped, match=r"judge\.model: no-such-model is no directory here, and the hub could not"
+            JudgeStopped, match=r"judge\.model: no-such-model is not a directory here, and the hub could not"
         ):
             await judge.judge(rated([0.1]))
     assert asked == ["no-such-model"]

@@ -180,7 +180,7 @@ def test_without_a_secret_only_the_loopback_will_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("ART_NODES_SECRET", raising=False)
     assert read_secret(Address("127.0.0.1", 1)) == b""
     for host in ("0.0.0.0", "192.0.2.1"):
-        with pytest.raises(UsageError, match="open to other machines and there is no secret; set ART_NODES_SECRET"):
+        with pytest.raises(UsageError, match="open to other machines and needs a secret; set ART_NODES_SECRET"):
             read_secret(Address(host, 1))
     monkeypatch.setenv("ART_NODES_SECRET", "short")
     with pytest.raises(UsageError, match="fewer than 16 characters") as caught:

@@ -157,7 +157,7 @@ def test_a_resumed_step_asks_no_shadow_judge_again(project: Path, shadowed: RunD
         ("+shadow.x={share: 0.5}", r"shadow\.x\.judge"),
         ("+shadow.x={judge: {name: rollout}, share: 0}", r"shadow\.x\.share"),
         ("+shadow.x={judge: {name: none}}", r"shadow\.x\.judge"),
-        ("stop=[{metric: shadow/shrt.gap, above: 1}]", r"no shadow judge 'shrt'.*shadow/short"),
+        ("stop=[{metric: shadow/shrt.gap, above: 1}]", r"unknown shadow judge 'shrt'.*shadow/short"),
         ("stop=[{metric: shadow/short.gop, above: 1}]", r"shadow/short\.gap"),
     ],
 )

@@ -135,7 +135,7 @@ def test_a_source_is_what_the_files_say(run: RunDir, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["./nothing", "/nothing", "a/b/c", "x=", "n@me!=org/model", ""])
 def test_what_is_neither_a_directory_nor_a_hub_id_is_told(text: str) -> None:
-    with pytest.raises(UsageError, match="no such directory, and no hub id|expected NAME=CHECKPOINT"):
+    with pytest.raises(UsageError, match="no such directory, and not a hub id|expected NAME=CHECKPOINT"):
         find_source(text)
 
 
