@@ -280,9 +280,9 @@ def test_an_error_of_the_template_is_the_clients_error() -> None:
 
 
 @pytest.mark.slow
-@given(st.text(max_size=20), st.lists(st.integers(0, 80), max_size=6))
+@given(st.text(max_size=20).filter(lambda text: "<|" not in text), st.lists(st.integers(0, 80), max_size=6))
 def test_no_piece_of_text_ends_inside_a_character(text: str, cuts: list[int]) -> None:
-    """The tokens are single bytes: every character beyond ASCII takes two to four of them."""
+    """The tokens are single bytes: a character beyond ASCII takes two to four of them. Special tokens are no text."""
     ids = encode(text)
     watch = Detokenizer(VOCABULARY, encode("before"))
     ends = [*sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
