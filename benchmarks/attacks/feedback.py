@@ -242,13 +242,18 @@ def _where(entry: FeedbackEntry) -> str:
 
 
 def _conversations(out: Path) -> dict[str, str]:
-    """Conversation name -> the latest trajectory with it."""
-    found: dict[str, str] = {}
+    """Conversation name -> the latest trajectory with it, which is the longest, as calls repeat earlier messages.
+
+    A client that pauses for longer than `idle_s` begins another one, and a file may hold the older one last.
+    """
+    found: dict[str, tuple[int, str]] = {}
     for path in sorted(out.glob("trajectories-*.jsonl")):
         for line in path.read_bytes().splitlines():
             trajectory = json.loads(line)
-            found[trajectory["metadata"]["conversation"]] = trajectory["id"]
-    return found
+            name, length = trajectory["metadata"]["conversation"], len(trajectory["messages"])
+            if length >= found.get(name, (0, ""))[0]:
+                found[name] = length, trajectory["id"]
+    return {name: id for name, (_, id) in found.items()}
 
 
 def main() -> None:
