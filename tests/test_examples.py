@@ -6,7 +6,6 @@ import json
 import math
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def test_the_agents_loop_learns_what_its_judge_rewards(tmp_path: Path) -> None:
     assert len(result.rewards) == len(result.gaps) == 8
     assert max(result.gaps) < 1e-4
     assert result.rewards[0] < 0.5
-    assert mean(result.rewards[-3:]) > 0.5, "a mean over 48 attempts: the last 16 alone differ between processors"
+    assert result.rewards[-1] > 0.75
     assert result.before == result.after == 0.0, "no tool was called, so no answer is right"
 
 

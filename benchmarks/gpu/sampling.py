@@ -20,8 +20,8 @@ Figures = dict[str, Any]
 NUM_SCORED = 8  # sampled sequences that the learner scores
 NUM_SWAPS = 4
 NUM_IDS = 1000  # token ids of prompts are drawn below this
-# Without a GPU: nothing to compile, no threads that wait for each other where cores are shared, and the worker in the
-# process of the engine, as on one GPU.
+# Without a GPU: nothing to compile, no threads that wait for each other where cores are shared, and the worker in
+# the engine's process, as on one GPU. On a CPU vLLM would start one more process, which imports for 23 s.
 QUICK: dict[str, Any] = {
     "args": {"enforce-eager": True},
     "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},

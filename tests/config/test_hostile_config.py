@@ -167,7 +167,7 @@ def test_what_is_no_file_is_refused(art: Art, project: Path) -> None:
         "config_directory.yaml": "a directory",
         "config_loop.yaml": "symbolic links",
         "config" * 900 + ".yaml": "too long",
-        "nowhere/config.yaml": "does not exist",
+        "nowhere/config.yaml": "no such file: the directory ",
         "confg.yaml": "did you mean 'config.yaml'",
         "rollout.py/config.yaml": "",
     }.items():

@@ -300,7 +300,7 @@ def test_a_gpu_with_nothing_left_is_an_error_that_says_so(fake: Fake, monkeypatc
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     model = msgspec.structs.replace(MODEL, learner_device="cuda")
     owned = server.OwnServer(fake.config(), model, name="policy", log=fake.logs / "vllm.log")
-    with pytest.raises(EngineError, match="fill the GPU's memory"):
+    with pytest.raises(EngineError, match="the learner and other processes fill the GPU's memory"):
         owned._free_share()
 
 

@@ -220,7 +220,7 @@ def test_a_run_that_went_on_with_another_rate_is_refused_in_words(run: RunDir) -
     settings = ["train.steps=3", "train.learning_rate=1e-3"]
     asyncio.run(train(load_config(CONFIG, [f"runs={run.root.parent}", *SETTINGS, *settings])))
     assert flaws(run) == []
-    with pytest.raises(UsageError, match="changed during the run"):
+    with pytest.raises(UsageError, match="train's settings changed during the run"):
         replayed(run, *settings)
     with pytest.raises(UsageError, match=r"train.learning_rate: 0.001 -> 0.01; use the run's settings"):
         replayed(run, "train.steps=3")
