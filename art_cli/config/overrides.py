@@ -222,6 +222,9 @@ def _advice(argument: str) -> str:
         return "expected key=value, for example train.steps=10"
     if len(value) > 100:
         return f"cannot read the value, which begins with {value[:60]!r}; quote it for the shell and for Hydra"
+    closing = {"{": "}", "[": "]"}.get(value[:1], "")
+    if not value.endswith(closing):
+        return f"cannot read the value {value!r}, which lacks its closing {closing}"
     bare = re.sub(r"""["']([\w.-]+)["'] *: *""", r"\1: ", value)
     if value.startswith("{") and bare != value:
         return f"cannot read the value {value!r}; a mapping's keys need no quotes: {key}='{bare}'"
