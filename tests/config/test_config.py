@@ -431,7 +431,9 @@ def test_overrides_that_cannot_be_read_are_all_told() -> None:
         "command line: judge@x: Hydra's own settings and packages have no effect here",
     ]
     assert mistakes(PLAIN, "~nope") == ["command line: nope: nothing there to remove"]
-    lacks = [f"command line: a: cannot read the value '{text}', which lacks its closing " for text in ("{b: 1", "[1, 2")]
+    lacks = [
+        f"command line: a: cannot read the value '{text}', which lacks its closing " for text in ("{b: 1", "[1, 2")
+    ]
     assert mistakes(PLAIN, "a={b: 1", "a=[1, 2") == [lacks[0] + "}", lacks[1] + "]"]
 
 
