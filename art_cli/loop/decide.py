@@ -46,8 +46,9 @@ log = logging.getLogger(__name__)
 # bound, and learned most or all of the task within it (benchmarks/learning/tasks/parcels.py, results/LOG.md).
 MAX_KL = 0.05
 # Largest number of a step's attempts with a shrunk baseline. With steps of 16, SmolLM2-135M learned that task on each
-# of three seeds; with 32 it took the cheap path (results/LOG.md, "Small steps").
-SMALL_STEP = 16
+# of three seeds; with 32 it took the cheap path (results/LOG.md, "Small steps"). And the smallest number of groups:
+# from four on, James and Stein's estimator, which draws means toward their mean, is better than the means.
+SMALL_STEP, LEAST_GROUPS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _decide_baseline(loaded: LoadedConfig) -> LoadedConfig:
         return loaded
     has_noise = not isinstance(config.judge, schema.NoJudgeConfig) and config.judge.noise is not None
     reason, num = f"a step has {rollout.groups_per_step} groups of {rollout.group_size}", rollout.groups_per_step
-    if num == 1 or num * rollout.group_size > SMALL_STEP:
+    if num < LEAST_GROUPS or num * rollout.group_size > SMALL_STEP:
         return loaded.with_value("loss.baseline", "group", reason)
     if rollout.sources or ranks(config.judge):
         return loaded.with_value("loss.baseline", "group", "rewards compare within a group only")

@@ -160,7 +160,7 @@ class GrpoConfig(ScaledLossConfig, ClippedLossConfig):
     toward the mean of the step's other groups the more it is noise (Zeng et al. 2025, arXiv:2511.03710). Groups of few
     attempts then teach more. A group of equal rewards is compared with the other groups alone, so a policy leaves an
     answer that earns only a part of the reward. It needs rewards that compare across scenarios. auto:
-    shrunk for steps of up to 16 attempts in two or more groups, if the judge does not rank and no setting weighs or
+    shrunk for steps of up to 16 attempts in four or more groups, if the judge does not rank and no setting weighs or
     replaces groups."""
 
     @property
