@@ -223,7 +223,7 @@ def _advice(argument: str) -> str:
     if len(value) > 100:
         return f"cannot read the value, which begins with {value[:60]!r}; quote it for the shell and for Hydra"
     closing = {"{": "}", "[": "]"}.get(value[:1], "")
-    if not value.endswith(closing):
+    if closing and value.count(value[0]) > value.count(closing):
         return f"cannot read the value {value!r}, which lacks its closing {closing}"
     bare = re.sub(r"""["']([\w.-]+)["'] *: *""", r"\1: ", value)
     if value.startswith("{") and bare != value:

@@ -9,7 +9,7 @@ A side is one of SIDES, settings of `art train` with spaces between them, or `tr
 
     default     steps of 4 groups of 4 attempts, each compared with its group and the step (loss.baseline=shrunk)
     group       the same, compared with the group alone
-    few         steps of 2 groups of 4 attempts; or the same, each compared with its group alone
+    few         steps of 2 groups of 4 attempts; with `few, group` each is compared with its group alone
     large       steps of 8 groups of 8, compared with the group alone: the default before
     before      the same with advantages divided by the deviation and no bound on a step: the default before it
     warm        the default after imitating the best of the base's first 64 attempts
@@ -18,7 +18,7 @@ A side is one of SIDES, settings of `art train` with spaces between them, or `tr
     gigpo       credit by step
     oapl        OAPL (ideas.py)
     trl         TRL's GRPOTrainer with steps of 8 groups of 8, each trained on four times
-    trl small   the same with the default's steps; or with those of `few`
+    trl small   the same with the default's steps; `trl few` has those of `few`
 
 All sides share base, adapter and the order of scenarios. A side of small steps plays half of the attempts. TRL's
 trainer plays the same rollout function (trl_side.py); the assistant's agent calls tools, so its TRL side is
